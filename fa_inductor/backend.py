@@ -21,15 +21,13 @@ def compile_backend(
     Raises:
         RuntimeError: ``mode`` or ``options`` is not known to Inductor.
     """
-    from torch._inductor import config
-
-    from . import hook, ops  # noqa: F401
+    from .hook import COMPILE_PASS, HOOK, PASS, appended, passes_in
 
     # torch's own wrapper checks the options and translates the mode
     inductor = torch._TorchCompileInductorWrapper(mode, options, None)
-    value = inductor.config.get(hook._HOOK, getattr(config, hook._HOOK))
-    if not (hook.PASS.active and hook.PASS in hook.passes_in(value)):
-        inductor.config[hook._HOOK] = hook.appended(value, _PASS())
+    value = inductor.config.get(HOOK, getattr(torch._inductor.config, HOOK))
+    if not (PASS.active and PASS in passes_in(value)):
+        inductor.config[HOOK] = appended(value, COMPILE_PASS)
     return inductor(gm, example_inputs)
 
 
@@ -39,13 +37,3 @@ def _reset() -> None:
 
 
 compile_backend.reset = _reset  # type: ignore[attr-defined]
-_pass: Any = None
-
-
-def _PASS() -> Any:
-    global _pass
-    if _pass is None:
-        from .hook import AttentionPass, deliver
-
-        _pass = AttentionPass(deliver)
-    return _pass

@@ -19,14 +19,14 @@ import torch
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import stock
+from . import ops, stock
 from .fingerprint import fingerprint
 from .reasons import Code, Reason
 from .report import GraphReport, block_lines, graph_id, graph_to_dict, registry
 from .store import save
 
 log = logging.getLogger(__name__)
-_HOOK = "joint_custom_pre_pass"
+HOOK = "joint_custom_pre_pass"
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")
 _lock = threading.RLock()
 
@@ -128,7 +128,13 @@ def deliver(report: GraphReport) -> None:
 
 
 PASS = AttentionPass(deliver, active=False)
+"""The pass of `enable`."""
+COMPILE_PASS = AttentionPass(deliver)
+"""The pass of ``torch.compile(model, backend="fa_inductor")``, put into the config of that compile only."""
 _before: tuple[Any, tuple[Any, ...]] = (None, ())  # what enable() found, and the passes in it
+
+# A graph that torch took from its cache ran no pass here, but its operators name the report that was stored.
+ops.subscribe(registry.seen)
 
 
 def passes_in(value: Any) -> tuple[Any, ...]:
@@ -140,16 +146,19 @@ def passes_in(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+def holding(passes: tuple[Any, ...], like: Any) -> Any:
+    """A value of the hook with these passes, of the same kind as the value ``like`` where torch allows it."""
+    if len(passes) < 2 and not isinstance(like, (list, tuple)):
+        return passes[0] if passes else None
+    if not _LISTS:
+        return Chain(passes)
+    return passes if isinstance(like, tuple) else list(passes)
+
+
 def appended(value: Any, ours: AttentionPass) -> Any:
     """``value`` with ``ours`` last; ``value`` itself is not changed, and is returned when ``ours`` is in it."""
     passes = passes_in(value)
-    if ours in passes:
-        return value
-    if not passes:
-        return ours
-    if not _LISTS:
-        return Chain((*passes, ours))
-    return (*passes, ours) if isinstance(value, tuple) else [*passes, ours]
+    return value if ours in passes else holding((*passes, ours), value)
 
 
 def _without(value: Any) -> Any:
@@ -158,38 +167,32 @@ def _without(value: Any) -> Any:
         return value
     rest = tuple(p for p in passes if p is not PASS)
     found, found_passes = _before
-    if rest == found_passes:
-        return found
-    if not _LISTS:
-        return rest[0] if len(rest) == 1 else Chain(rest)
-    return rest if isinstance(value, tuple) else list(rest)
+    return found if rest == found_passes else holding(rest, value)
 
 
 def _default() -> Any:
     """The hook's entry in torch's config if its values belong to threads, else None."""
-    entry = config._config[_HOOK]  # type: ignore[attr-defined]
+    entry = config._config[HOOK]  # type: ignore[attr-defined]
     return entry if isinstance(entry.user_override, ContextVar) else None
 
 
 def is_enabled() -> bool:
     """Whether a compile in this thread, now, would run our pass."""
-    return PASS.active and PASS in passes_in(getattr(config, _HOOK))
+    return PASS.active and PASS in passes_in(getattr(config, HOOK))
 
 
 def enable() -> None:
     """Put the pass into Inductor's hook, after the passes that are there.  Calling it again changes nothing."""
     global _before
-    from . import ops  # noqa: F401  (graphs from torch's cache call the operators without running a pass)
-
     with _lock:
-        value = getattr(config, _HOOK)
+        value = getattr(config, HOOK)
         if not PASS.active:
             found = _without(value)
             _before = (found, passes_in(found))
         PASS.active = True
         if (entry := _default()) is not None:
             entry.default = appended(entry.default, PASS)
-        setattr(config, _HOOK, appended(value, PASS))
+        setattr(config, HOOK, appended(value, PASS))
 
 
 def disable() -> None:
@@ -202,7 +205,7 @@ def disable() -> None:
         PASS.active = False
         if (entry := _default()) is not None:
             entry.default = _without(entry.default)
-        setattr(config, _HOOK, _without(getattr(config, _HOOK)))
+        setattr(config, HOOK, _without(getattr(config, HOOK)))
         _before = (None, ())
         stock.restore()
 
