@@ -1,0 +1,299 @@
+"""Training: the backward of a block, found in the joint graph by tracing the block's own derivative.
+
+The forward region is run again under autograd with the tracing that AOTAutograd uses, after its softmax has been put
+back together (a softmax's derivative is its own, not that of exp and sum).  The traced joint graph is then looked
+up, value by value, in the real one.  A hit is right by construction; anything else leaves the block alone.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..reasons import Code, Refusal
+from .axes import product, shape_of
+from .block import Block
+from .nodes import CASTS, aten, is_tensor, target, val
+from .numbering import Numbering
+from .scores import PRODUCTS
+
+NAMES = ("q", "k", "v")
+
+
+@dataclass
+class Backward:
+    """Where the gradients of one block are in the joint graph."""
+
+    tangent: Node
+    """Gradient of the PV product's output."""
+    grads: dict[str, Node]
+    """Gradient of the source of q, k and v; a name is missing when no gradient is needed."""
+    members: set[Node]
+    """Nodes of the joint graph that only serve this backward."""
+
+
+@dataclass
+class Region:
+    """The forward of a block as a function: ``inputs`` (q, k, v sources first) to ``out``."""
+
+    inputs: list[Node]
+    nodes: list[Node]
+    out: Node
+
+
+@dataclass
+class Joint:
+    """Everything of one joint graph that the search needs, made once per graph."""
+
+    numbering: Numbering
+    ids: dict[Node, int]
+    position: dict[Node, int]
+    backward: set[Node]
+    traced: dict[Hashable, GraphModule | None]
+
+    @staticmethod
+    def of(graph: torch.fx.Graph, backward: set[Node]) -> Joint:
+        numbering = Numbering()
+        ids = numbering.number_graph(graph.nodes)
+        return Joint(numbering, ids, {n: i for i, n in enumerate(graph.nodes)}, backward, {})
+
+
+def region_of(block: Block, position: dict[Node, int]) -> Region:
+    """The nodes between the sources of q, k, v and the product PV."""
+    sources = [block.q.node, block.k.node, block.v.node]
+    inside: set[Node] = set()
+    for part in (block.path.members, block.softmax.members, block.values.members, block.values.extra,
+                 block.q.chain, block.k.chain, block.v.chain, (block.out,)):
+        inside |= {n for n in part if n not in sources}
+    grown = True
+    while grown:  # values computed from the scores on the side, such as a row maximum that is subtracted
+        grown = False
+        for n in list(inside):
+            for i in n.all_input_nodes:
+                if i not in inside and i not in sources and any(j in inside for j in i.all_input_nodes):
+                    inside.add(i)
+                    grown = True
+    nodes = sorted(inside, key=position.__getitem__)
+    others = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside and i not in sources)
+    return Region([*sources, *others], nodes, block.out)
+
+
+def find_backward(block: Block, joint: Joint) -> Backward:
+    """The backward of ``block``.
+
+    Raises:
+        Refusal: it is not in the graph in a form that the block's derivative gives, or something else uses its
+            large intermediate tensors.
+    """
+    region = region_of(block, joint.position)
+    best: Backward | None = None
+    for variant in _variants(block):
+        key = _structure(region, variant)
+        if key not in joint.traced:
+            joint.traced[key] = _trace(block, region, variant)
+        gm = joint.traced[key]
+        if gm is None:
+            continue
+        found = _match(gm, region, joint)
+        if found is not None and (best is None or len(found.grads) > len(best.grads)):
+            best = found
+            if len(found.grads) == 3:
+                break
+    if best is None:
+        raise Refusal(Code.BACKWARD)
+    return best
+
+
+def leftovers(block: Block, region: Region, found: Backward | None, joint: Joint) -> list[Node]:
+    """Score-sized nodes that something else than the block still needs once its results are replaced."""
+    replaced = {block.out}
+    members = set(region.nodes)
+    if found is not None:
+        replaced |= set(found.grads.values())
+        members |= found.members
+    dead = set(members)
+    todo = sorted(members - replaced, key=joint.position.__getitem__, reverse=True)
+    changed = True
+    while changed:
+        changed = False
+        for n in todo:
+            if n in dead and any(u not in dead and u not in replaced for u in n.users):
+                dead.discard(n)
+                changed = True
+    size = product(shape_of(val(block.path.product)))
+    return [n for n in todo if n not in dead and is_tensor(n) and product(shape_of(val(n))) == size
+            and not _is_source_view(n, block)]
+
+
+def _is_source_view(n: Node, block: Block) -> bool:
+    return n in block.q.chain or n in block.k.chain or n in block.v.chain
+
+
+# -- tracing ---------------------------------------------------------------------------------------------------------
+
+Variant = tuple[str, Node | None, Node | None]
+"""(name, node to take the softmax of, node that holds its result); ``raw`` keeps the decomposed form."""
+
+
+def _variants(block: Block) -> Iterable[Variant]:
+    sm = block.softmax
+    x, out = sm.x, sm.out
+    if sm.shifted:
+        if block.values.safe:
+            yield ("safe", x, next((m for m in block.values.members if target(m) is aten.where.self), None))
+        yield ("softmax", x, out)
+        if target(x) in CASTS:
+            low = val(x.args[0]).dtype
+            for user in out.users:
+                if target(user) in CASTS and val(user).dtype == low and user in block.values.members:
+                    yield ("softmax", x.args[0], user)
+            if val(x).dtype == torch.float32 and low.is_floating_point:
+                yield ("half_to_float", x.args[0], out)
+    yield ("raw", None, None)
+
+
+def _structure(region: Region, variant: Variant) -> Hashable:
+    """Equal for regions that trace to the same graph: one trace serves all layers of a model."""
+    local = {n: f"i{j}" for j, n in enumerate(region.inputs)}
+    for j, n in enumerate(region.nodes):
+        local[n] = f"n{j}"
+
+    def enc(a: Any) -> Any:
+        if isinstance(a, Node):
+            return local.get(a, "?")
+        if isinstance(a, (list, tuple)):
+            return tuple(enc(x) for x in a)
+        return (type(a).__name__, str(a))
+
+    def meta(n: Node) -> Any:
+        v = n.meta.get("val")
+        if not isinstance(v, torch.Tensor):
+            return str(v)
+        return (tuple(map(str, v.shape)), tuple(map(str, v.stride())), v.dtype, str(v.device))
+
+    return (variant[0], local.get(variant[1]), local.get(variant[2]),
+            tuple(meta(n) for n in region.inputs),
+            tuple((str(n.target), enc(n.args), tuple((k, enc(v)) for k, v in n.kwargs.items())) for n in region.nodes))
+
+
+def _trace(block: Block, region: Region, variant: Variant) -> GraphModule | None:
+    """Joint graph ``(inputs, tangent) -> (out, dq, dk, dv)`` of the region; None when it cannot be differentiated."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    out_val = val(region.out)
+    fake_mode = getattr(out_val, "fake_mode", None)
+    run = _runner(region, variant, block)
+
+    def joint(inputs: list[Any], tangent: torch.Tensor) -> tuple[Any, ...]:
+        leaves = [x.detach().requires_grad_() if i < 3 and isinstance(x, torch.Tensor) else x
+                  for i, x in enumerate(inputs)]
+        out = run(leaves)
+        grads = torch.autograd.grad(out, leaves[:3], tangent, allow_unused=True)
+        return (out, *grads)
+
+    try:
+        with torch._guards.tracing(None), fake_mode or contextlib.nullcontext(), torch.enable_grad():
+            tangent = torch.empty_like(out_val)
+            return make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="real")(
+                [n.meta["val"] for n in region.inputs], tangent)
+    except Exception:  # a form autograd cannot differentiate is a miss, not an error of the user
+        return None
+
+
+def _runner(region: Region, variant: Variant, block: Block) -> Callable[[list[Any]], torch.Tensor]:
+    kind, x, result = variant
+
+    def run(inputs: list[Any]) -> torch.Tensor:
+        env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
+
+        def get(a: Any) -> Any:
+            if isinstance(a, Node):
+                return env[a]
+            if isinstance(a, (list, tuple)):
+                return type(a)(get(b) for b in a) if isinstance(a, tuple) else [get(b) for b in a]
+            return a
+
+        skipped = set() if x is None else set(block.softmax.members) - {result}
+        for n in region.nodes:
+            if n in skipped:
+                continue
+            if n is result and x is not None:
+                if kind == "half_to_float":
+                    env[n] = aten._softmax.default(env[x], block.softmax.dim, True)
+                elif kind == "safe":
+                    env[n] = aten._safe_softmax.default(env[x], block.softmax.dim)
+                else:
+                    env[n] = aten._softmax.default(env[x], block.softmax.dim, False)
+            elif n.target in CASTS:
+                env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
+            else:
+                env[n] = n.target(*get(n.args), **{k: get(v) for k, v in n.kwargs.items()})  # type: ignore[operator]
+        return env[region.out]
+
+    return run
+
+
+# -- matching --------------------------------------------------------------------------------------------------------
+
+def _match(gm: GraphModule, region: Region, joint: Joint) -> Backward | None:
+    nodes = list(gm.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    tangent = inputs[-1]
+    start: dict[Node, int | None] = {p: joint.ids[r] for p, r in zip(inputs, region.inputs, strict=False)}
+    start.pop(tangent, None)
+    output = nodes[-1].args[0]
+    best: Backward | None = None
+    for candidate in _tangents(nodes, tangent, start, joint):
+        ids = dict(start)
+        ids[tangent] = joint.ids[candidate]
+        members: set[Node] = set()
+        for n in nodes:
+            if n.op != "call_function":
+                continue
+            i = joint.numbering.lookup(n, ids.get)
+            ids[n] = i
+            if i is not None:
+                members.update(m for m in joint.numbering.all[i] if m in joint.backward)
+        grads: dict[str, Node] = {}
+        for name, g in zip(NAMES, output[1:4], strict=True):
+            i = ids.get(g) if isinstance(g, Node) else None
+            if i is not None:
+                real = joint.numbering.first[i]
+                if real in joint.backward:
+                    grads[name] = real
+        if grads and (best is None or len(grads) > len(best.grads)):
+            members.discard(candidate)
+            members -= {m for m in joint.numbering.all[joint.ids[candidate]]}
+            best = Backward(candidate, grads, members)
+    return best
+
+
+def _tangents(nodes: list[Node], tangent: Node, start: dict[Node, int | None], joint: Joint) -> Iterable[Node]:
+    """Nodes of the joint graph that could be the gradient of PV: they stand where the traced tangent stands."""
+    ids = dict(start)
+    pairs: list[tuple[Any, int, int]] = []
+    views = {tangent}
+    for n in nodes:
+        if n.op != "call_function":
+            continue
+        if target(n) in PRODUCTS and len([a for a in n.args if a in views]) == 1:
+            pos = 0 if n.args[0] in views else 1
+            other = ids.get(n.args[1 - pos])
+            if other is not None and n.args[pos] is tangent:
+                pairs.append((n.target, pos, other))
+        if tangent in n.all_input_nodes:
+            continue
+        ids[n] = joint.numbering.lookup(n, ids.get)
+    seen: set[int] = set()
+    for t, pos, other in pairs:
+        for real in joint.numbering.nodes_with_target(t):
+            if real in joint.backward and joint.ids[real.args[1 - pos]] == other:
+                cand = real.args[pos]
+                if joint.ids[cand] not in seen:
+                    seen.add(joint.ids[cand])
+                    yield cand

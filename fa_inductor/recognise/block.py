@@ -1,0 +1,215 @@
+"""One attention block: the axes of softmax(QK^T)V resolved to batch, heads, queries, keys and head dims."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from torch.fx import Node
+
+from ..reasons import Code, Refusal
+from .axes import Axis, AxesError, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
+from .nodes import aten, target, val
+from .operands import Operand, trace_operand
+from .scores import ScorePath, find_scores
+from .softmax import Softmax
+from .values import ValuePath, find_values
+
+B, H, Q, K = (sympy.Symbol(n, integer=True, nonnegative=True) for n in "bhqk")
+
+
+@dataclass
+class Block:
+    """A softmax between two matrix products, before its score program and masks are understood."""
+
+    softmax: Softmax
+    path: ScorePath
+    values: ValuePath
+    q: Operand
+    k: Operand
+    v: Operand
+    batch: Group
+    kv_heads: Group
+    group: Group
+    q_axes: Group
+    k_axes: Group
+    d_axes: Group
+    dv_axes: Group
+    out: Node
+    out_dims: Dims
+
+    @property
+    def heads(self) -> Group:
+        return resolve((*self.kv_heads, *self.group))
+
+    def q_dims(self) -> Dims:
+        return (self.batch, self.heads, self.q_axes, self.d_axes)
+
+    def k_dims(self) -> Dims:
+        return (self.batch, self.kv_heads, self.k_axes, self.d_axes)
+
+    def v_dims(self) -> Dims:
+        return (self.batch, self.kv_heads, self.k_axes, self.dv_axes)
+
+    def o_dims(self) -> Dims:
+        return (self.batch, self.heads, self.q_axes, self.dv_axes)
+
+    def s_dims(self) -> Dims:
+        return (self.batch, self.heads, self.q_axes, self.k_axes)
+
+    def index(self, group: Group) -> sympy.Expr:
+        """Index expression in b, h, q, k of a dimension that enumerates ``group``."""
+        leaves = list(resolve(group))
+        whole = [(resolve(g), s) for g, s in zip(self.s_dims(), (B, H, Q, K), strict=True)]
+        out: sympy.Expr = sympy.Integer(0)
+        while leaves:
+            for axes, symbol in whole:
+                if axes and tuple(leaves[:len(axes)]) == tuple(axes):
+                    out = out * group_size(axes) + symbol
+                    leaves = leaves[len(axes):]
+                    break
+            else:
+                out = out * leaves[0].size + self._digit(leaves[0], whole)
+                leaves = leaves[1:]
+        return out
+
+    @staticmethod
+    def _digit(axis: Axis, whole: list[tuple[Group, sympy.Symbol]]) -> sympy.Expr:
+        for axes, symbol in whole:
+            if axis in axes:
+                i = axes.index(axis)
+                inner = product(a.size for a in axes[i + 1:])
+                digit = symbol if inner == 1 else sympy.floor(symbol / inner)
+                return digit if i == 0 else sympy.Mod(digit, axis.size)
+        raise Refusal(Code.RANK, f"{axis!r} is no axis of the scores")
+
+
+def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
+    """The block around a softmax; None when it feeds no matrix product (it is no attention).
+
+    Raises:
+        Refusal: it looks like attention and is not the standard form.
+    """
+    x = sm.x
+    shape = shape_of(val(x))
+    if len(shape) < 2:
+        return None
+    dims = fresh(shape, "s")
+    k_top = dims[sm.dim]
+    if not k_top:
+        return None
+    values = find_values(sm, dims, set(k_top), backward)
+    if values is None:
+        return None
+    path = find_scores(x, dims, set(k_top))
+    return _assemble(sm, dims, path, values)
+
+
+def _product_dims(node: Node, dims: Dims) -> tuple[Dims, Dims, Group]:
+    """Dims of both operands of a bmm or mm whose result has ``dims``, and the contracted group."""
+    a = shape_of(val(node.args[0]))
+    inner: Group = () if a[-1] == 1 else (Axis(a[-1], "d"),)
+    n, r, c = dims[:-2], dims[-2], dims[-1]
+    return (*n, r, inner), (*n, inner, c), inner
+
+
+def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Block:
+    k_top = dims[sm.dim]
+    left, right, d_top = _product_dims(path.product, path.product_dims)
+    keys_last = set(resolve(path.product_dims[-1])) == set(resolve(k_top))
+    q_node, q_dims, k_node, k_dims = ((path.product.args[0], left, path.product.args[1], right) if keys_last else
+                                      (path.product.args[1], right, path.product.args[0], left))
+    rows = path.product_dims[-2] if keys_last else path.product_dims[-1]
+    q = trace_operand(q_node, q_dims, scales=True)
+    k = trace_operand(k_node, k_dims, scales=True)
+
+    pv = values.product
+    p_shape = shape_of(val(pv))
+    dv_size = p_shape[-1] if values.position == 0 else p_shape[-2]
+    dv_top: Group = () if dv_size == 1 else (Axis(dv_size, "e"),)
+    n = values.p_dims[:-2]
+    if values.position == 0:
+        out_rows = values.p_dims[-2]
+        v = trace_operand(pv.args[1], (*n, values.p_dims[-1], dv_top), scales=False)
+        out_dims: Dims = (*n, out_rows, dv_top)
+    else:
+        out_rows = values.p_dims[-1]
+        v = trace_operand(pv.args[0], (*n, dv_top, values.p_dims[-2]), scales=False)
+        out_dims = (*n, dv_top, out_rows)
+
+    order = [a for i, g in enumerate(dims) if i != sm.dim for a in resolve(g)]
+    row_axes = [a for a in order if a in set(resolve(rows)) and a in set(resolve(out_rows))]
+    q_axes = _query_axes(dims, sm.dim, row_axes, k, v)
+    rest = [a for a in order if a not in q_axes]
+    shared = [a for a in rest if k.depends(a) or v.depends(a)]
+    group = tuple(a for a in rest if a not in shared)
+    batch, kv = _split_heads(shared, q)
+    block = Block(sm, path, values, q, k, v, tuple(batch), tuple(kv), group, q_axes, resolve(k_top),
+                  resolve(d_top), resolve(dv_top), pv, out_dims)
+    _check(block, dims)
+    return block
+
+
+def _query_axes(dims: Dims, k_dim: int, rows: list[Axis], k: Operand, v: Operand) -> Group:
+    """The query positions: the rows' axes that come from the last dimension they touch and no key or value sees."""
+    free = [a for a in rows if not k.depends(a) and not v.depends(a)]
+    for i in range(len(dims) - 1, -1, -1):
+        if i == k_dim:
+            continue
+        mine = tuple(a for a in resolve(dims[i]) if a in free)
+        if mine:
+            return mine
+    return ()
+
+
+def _split_heads(shared: list[Axis], q: Operand) -> tuple[list[Axis], list[Axis]]:
+    """Which of the axes that keys and values have are the batch and which is the heads."""
+    static = [a for a in shared if isinstance(a.size, int)]
+    if not static:
+        return shared, []
+    head = static[-1]
+    if len(shared) == 1 and not _is_head_dim(head, q):
+        return shared, []
+    return [a for a in shared if a is not head], [head]
+
+
+def _is_head_dim(axis: Axis, q: Operand) -> bool:
+    """With a batch of one, or none: is this lone axis a dimension behind a batch dimension of size one?"""
+    for i, g in enumerate(resolve_dims(q.dims)):
+        if axis in g:
+            return any(resolve(h) == () and s == 1 for h, s in zip(q.dims[:i], shape_of(val(q.node))[:i], strict=True))
+    return False
+
+
+def _leaves(dims: Dims) -> list[Axis]:
+    return [a for g in resolve_dims(dims) for a in g]
+
+
+def _check(b: Block, dims: Dims) -> None:
+    """Each axis is where softmax(QK^T)V needs it, once; sizes of heads and head dims are static."""
+    batch, heads = set(resolve(b.batch)), set(b.heads)
+    qs, ks, ds, es = set(resolve(b.q_axes)), set(resolve(b.k_axes)), set(resolve(b.d_axes)), set(resolve(b.dv_axes))
+    everything = batch | heads | qs | ks
+    if everything != set(_leaves(dims)) or len(_leaves(dims)) != len(everything):
+        raise Refusal(Code.RANK)
+    for op, need, may in ((b.q, qs | ds, batch | heads | qs | ds),
+                          (b.k, ks | ds, batch | set(resolve(b.kv_heads)) | ks | ds),
+                          (b.v, ks | es, batch | set(resolve(b.kv_heads)) | ks | es)):
+        have = _leaves(op.dims)
+        if len(have) != len(set(have)) or not need <= set(have) <= may:
+            raise Refusal(Code.CONTRACTION)
+    for got in (_leaves(b.out_dims), ):
+        if len(got) != len(set(got)) or set(got) != batch | heads | qs | es:
+            raise Refusal(Code.CONTRACTION)
+    if set(_leaves(b.path.product_dims)) != everything:
+        raise Refusal(Code.CONTRACTION)
+    for name, g in (("heads", b.heads), ("head dim", b.d_axes), ("value dim", b.dv_axes)):
+        if not isinstance(group_size(resolve(g)), int):
+            raise Refusal(Code.RANK, f"the {name} is not static")
+
+
+def sizes(b: Block) -> tuple[Size, Size, Size, Size]:
+    """(B, Hq, Sq, Sk)"""
+    return tuple(group_size(resolve(g)) for g in b.s_dims())  # type: ignore[return-value]
+
+
+__all__ = ["AxesError", "B", "Block", "H", "K", "Q", "aten", "build_block", "sizes", "target"]

@@ -1,0 +1,126 @@
+"""The way up: from the softmax's input, through pointwise operations and views, to the product QK^T."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ..reasons import Code, Refusal
+from .axes import Axis, AxesError, Dims, broadcast_operand, resolve, shape_of
+from .nodes import CASTS, VIEWS, aten, is_tensor, pull, target, val
+from .softmax import row_max_of
+
+PRODUCTS = {aten.bmm.default, aten.mm.default}
+MAX_STEPS = 64
+
+POINTWISE: dict[object, str] = {
+    aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
+    aten.add.Scalar: "add", aten.sub.Scalar: "sub", aten.mul.Scalar: "mul", aten.div.Scalar: "div",
+    aten.where.self: "where", aten.neg.default: "neg", aten.tanh.default: "tanh", aten.abs.default: "abs",
+    aten.exp.default: "exp", aten.sigmoid.default: "sigmoid", aten.relu.default: "relu",
+    aten.minimum.default: "minimum", aten.maximum.default: "maximum",
+    aten.clamp_min.default: "maximum", aten.clamp_max.default: "minimum",
+    aten.sqrt.default: "sqrt", aten.reciprocal.default: "reciprocal",
+    aten.masked_fill.Scalar: "masked_fill", aten.masked_fill.Tensor: "masked_fill",
+}
+"""ATen operations that may stand between QK^T and the softmax, by their name in a score program."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pointwise operation on the score; ``position`` is the operand that the score comes in by."""
+
+    node: Node
+    name: str
+    position: int
+    dims: Dims
+
+
+@dataclass
+class ScorePath:
+    """How the softmax input arises: ``steps`` from QK^T outwards, ``product`` the node that computes QK^T."""
+
+    product: Node
+    product_dims: Dims
+    steps: list[Step] = field(default_factory=list)
+    members: list[Node] = field(default_factory=list)
+    """Nodes of score size between the product and the softmax, the product included."""
+
+
+def find_scores(x: Node, dims: Dims, k_axes: set[Axis]) -> ScorePath:
+    """The path from QK^T to the softmax input ``x``.
+
+    Raises:
+        Refusal: there is no product, more than one, or a step that is not pointwise.
+    """
+    path = _find(x, dims, k_axes, 0)
+    if path is None:
+        raise Refusal(Code.NO_QK)
+    path.steps.reverse()
+    path.members.reverse()
+    return path
+
+
+def _all_axes(dims: Dims) -> set[Axis]:
+    return {a for g in dims for a in resolve(g)}
+
+
+def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | None:
+    if depth > MAX_STEPS or not is_tensor(node):
+        return None
+    if not set(resolve(k_axes)) <= _all_axes(dims):
+        return None  # no axis of the keys left: a row constant or a partial bias, not the scores
+    t = target(node)
+    if t in PRODUCTS:
+        r, c = dims[-2], dims[-1]
+        keys = set(resolve(k_axes))
+        if keys == set(resolve(c)) or keys == set(resolve(r)):
+            return ScorePath(node, dims, [], [node])
+        return None
+    try:
+        pulled = pull(node, dims)
+    except AxesError:
+        return None
+    if pulled is not None:
+        path = _find(*pulled, k_axes, depth + 1)
+        if path is not None:
+            path.members.insert(0, node)
+        return path
+    if t in CASTS:
+        if not (val(node).dtype.is_floating_point and val(node.args[0]).dtype.is_floating_point):
+            return None
+        path = _find(node.args[0], dims, k_axes, depth + 1)
+        if path is not None:
+            path.steps.insert(0, Step(node, "cast", 0, dims))
+            path.members.insert(0, node)
+        return path
+    name = POINTWISE.get(t)
+    if name is None:
+        return None
+    found: list[tuple[int, ScorePath]] = []
+    full = shape_of(val(node))
+    for i, a in enumerate(node.args):
+        if not is_tensor(a) or not val(a).dtype.is_floating_point:
+            continue
+        if name == "sub" and i == 1 and is_row_max(node):
+            continue
+        path = _find(a, broadcast_operand(dims, shape_of(val(a)), full), k_axes, depth + 1)
+        if path is not None:
+            found.append((i, path))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise Refusal(Code.SCORE_OP, f"two products meet in {node.name}")
+    i, path = found[0]
+    path.steps.insert(0, Step(node, name, i, dims))
+    path.members.insert(0, node)
+    return path
+
+
+def is_row_max(node: Node) -> bool:
+    """``x - max(x, keys)``: adds a row constant, which a softmax does not see."""
+    m = row_max_of(node.args[1])
+    src = node.args[0]
+    while target(src) in VIEWS:
+        src = src.args[0]
+    return m is not None and (m[0] is node.args[0] or m[0] is src)

@@ -1,0 +1,121 @@
+"""The way down: from the probabilities to the product PV."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ..reasons import Code, Refusal
+from .axes import Axis, Dims, resolve, resolve_dims
+from .nodes import CASTS, VIEWS, aten, constant, push, target, val
+from .operands import is_dropout_mask
+from .scores import PRODUCTS
+from .softmax import Softmax, safe_row_test
+
+
+@dataclass
+class ValuePath:
+    """How the probabilities meet the values."""
+
+    product: Node
+    position: int
+    """Which operand of ``product`` the probabilities are."""
+    p_dims: Dims
+    """Axes of that operand."""
+    safe: bool = False
+    """Rows with every score -inf are set to zero, as PyTorch SDPA does."""
+    members: list[Node] = field(default_factory=list)
+    """Nodes of score size between the softmax and the product."""
+    extra: list[Node] = field(default_factory=list)
+    """Nodes of the fully-masked-row test."""
+
+
+def find_values(sm: Softmax, dims: Dims, k_axes: set[Axis], backward: set[Node]) -> ValuePath | None:
+    """The single product PV that the softmax feeds; None when it feeds no matrix product at all.
+
+    Raises:
+        Refusal: the probabilities are changed on the way, used elsewhere, or contracted over another axis.
+    """
+    found: list[ValuePath] = []
+    others: list[Node] = []
+    blocked: list[Refusal] = []
+    _down(sm, sm.out, dims, k_axes, backward, [], [], False, found, others, blocked)
+    if not found:
+        if blocked:
+            raise blocked[0]
+        return None
+    if blocked:
+        raise blocked[0]
+    if len(found) > 1:
+        raise Refusal(Code.WEIGHTS_USED, f"{len(found)} products use them")
+    if others:
+        raise Refusal(Code.WEIGHTS_USED, f"by {others[0].name}")
+    return found[0]
+
+
+def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[Node], members: list[Node],
+          extra: list[Node], safe: bool, found: list[ValuePath], others: list[Node], blocked: list[Refusal]) -> None:
+    for user in node.users:
+        if user in backward:
+            continue
+        t = target(user)
+        if t in PRODUCTS:
+            sides = [i for i in (0, 1) if user.args[i] is node]
+            if len(sides) == 2:
+                others.append(user)
+                continue
+            contracted = dims[-1] if sides[0] == 0 else dims[-2]
+            keys = set(resolve(k_axes))
+            if set(resolve(contracted)) == keys and len(resolve(contracted)) == len(keys):
+                found.append(ValuePath(user, sides[0], dims, safe, list(members), list(extra)))
+            else:
+                blocked.append(Refusal(Code.SOFTMAX_DIM))
+            continue
+        if t in VIEWS:
+            out = push(user, dims)
+            if out is None:
+                if t is aten.expand.default:
+                    blocked.append(Refusal(Code.PROB_OP, f"{user.name} broadcasts them"))
+                else:
+                    others.append(user)
+                continue
+            _down(sm, user, out, k_axes, backward, [*members, user], extra, safe, found, others, blocked)
+            continue
+        if t in CASTS and val(user).dtype.is_floating_point:
+            _down(sm, user, dims, k_axes, backward, [*members, user], extra, safe, found, others, blocked)
+            continue
+        if t is aten.where.self and user.args[2] is node and constant(user.args[1]) == 0.0:
+            test = safe_row_test(user.args[0], sm.x)
+            if test is not None:
+                _down(sm, user, dims, k_axes, backward, [*members, user], [*extra, *test], True, found, others, blocked)
+                continue
+        if t in (aten.mul.Tensor, aten.native_dropout.default, aten.where.self, aten.div.Tensor):
+            if is_dropout_mask(user):
+                blocked.append(Refusal(Code.DROPOUT))
+                continue
+            if _leads_to_product(user, backward):
+                blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
+                continue
+        elif user.op != "output" and _leads_to_product(user, backward):
+            blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
+            continue
+        others.append(user)
+
+
+def _leads_to_product(node: Node, backward: set[Node], depth: int = 8) -> bool:
+    """A matrix product lies a few pointwise or view steps below: this was meant as attention."""
+    if depth == 0 or node in backward:
+        return False
+    for u in node.users:
+        if u in backward:
+            continue
+        if target(u) in PRODUCTS:
+            return True
+        same_rank = getattr(u.meta.get("val"), "dim", lambda: -1)() >= val(node).dim() - 1 if hasattr(
+            node.meta.get("val"), "dim") else False
+        if same_rank and (target(u) in VIEWS or target(u) in CASTS) and _leads_to_product(u, backward, depth - 1):
+            return True
+    return False
+
+
+__all__ = ["ValuePath", "find_values", "resolve_dims"]
