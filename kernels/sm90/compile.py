@@ -1,0 +1,65 @@
+"""Compile a `Forward` variant for a given target; needs the DSL, no GPU.
+
+Everything is traced with fake tensors whose lengths and strides are symbols, so one compile serves every shape.
+"""
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .forward import ForwardKernel
+from .variant import Forward
+
+LOCK = threading.Lock()
+"""The DSL keeps its state in the process: one trace at a time."""
+
+_DTYPES = {
+    "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32, "bool": cutlass.Uint8,
+    "uint8": cutlass.Uint8, "int32": cutlass.Int32, "int64": cutlass.Int64,
+}
+
+
+def _tensor(dtype: str, rank: int, unit_last: bool, align: int) -> Any:
+    """Fake tensor with symbolic lengths (32 bit) and strides (64 bit: no offset of it can overflow)."""
+    kind = _DTYPES[dtype]
+    per = align // (kind.width // 8)
+    shape = tuple(cute.sym_int32() for _ in range(rank))
+    strides: list[Any] = [cute.sym_int64(divisibility=per) for _ in range(rank)]
+    if unit_last:
+        strides[-1] = 1
+    return make_fake_tensor(kind, shape, tuple(strides), assumed_align=align)
+
+
+def compile_forward(variant: Forward, options: str = "") -> Any:
+    """The compiled kernel of a variant, callable through tvm-ffi with the arguments of `ForwardKernel.__call__`
+    less the stream (the current one of torch is taken).
+
+    Raises:
+        whatever the DSL raises when tracing or ptxas fails.
+    """
+    v = variant
+    qkvo = [_tensor(v.dtype, 4, True, 16) for _ in range(4)]
+    args = [
+        *qkvo,
+        _tensor("float32", 3, True, 4),
+        _tensor("uint8", 2, False, 1) if v.padding else None,
+        _tensor(v.bias.dtype, 4, v.bias.unit, 4 if v.bias.unit else cutlass_bytes(v.bias.dtype)) if v.bias else None,
+        _tensor("uint8", 4, False, 1) if v.dense else None,
+        _tensor("int32", 2, False, 4) if v.documents else None,
+        _tensor("int32", 2, False, 4) if v.documents else None,
+        _tensor(v.sink, 1, False, cutlass_bytes(v.sink)) if v.sink else None,
+        _tensor("float32", 3, True, 4) if v.empty == "mean" else None,
+        Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]
+    with LOCK:
+        return cute.compile(ForwardKernel(v), *args, options=f"--enable-tvm-ffi --gpu-arch sm_90a {options}".strip())
+
+
+def cutlass_bytes(dtype: str) -> int:
+    return _DTYPES[dtype].width // 8

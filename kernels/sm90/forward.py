@@ -1,0 +1,726 @@
+"""Attention forward for Hopper (sm_90a) in the CuTe DSL.
+
+Algorithm: FlashAttention-3 (Shah et al., arXiv 2407.08608): online softmax over tiles of keys, one producer
+warp that feeds TMA, two or three consumer warpgroups of 64 query rows each that run wgmma, ping-pong between
+the warpgroups and, inside a warpgroup, the softmax of one tile under the PV product of the tile before.
+
+Roles (warpgroup 0 gives its registers to the others):
+    load      warp 0: TMA of Q, K and V, in the order in which they are consumed
+    mask      warp 1, only with key padding: key bits to shared memory, zeroes V rows of padded keys
+    consumer  warpgroups 1..n: S = Q K^T, softmax, O += P V with P in registers, epilogue
+
+Key tiles are visited from the last to the first.  A tile that no row of the block can see is never loaded; only a
+tile that some row sees in part runs masking code.
+
+Registers of an accumulator of wgmma m64nNk16 (PTX ISA, "D fragment"): element i of a thread is row
+``16 * warp + lane // 4 + 8 * (i // 2 % 2)`` and column ``8 * (i // 4) + 2 * (lane % 4) + i % 2``; read in pairs of
+8-column groups the same registers are the A operand of the next product, so P never leaves the registers.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.cutlass_dsl import select_
+from cutlass.utils import SmemAllocator
+
+from .variant import Forward
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+NEG_INF = -float("inf")
+
+# Named barriers; 0 is __syncthreads.
+_BAR_TURN = 1  # + consumer warpgroup: it may issue products
+_BAR_STORE = 4  # + consumer warpgroup: its O tile is complete in shared memory
+
+
+def _swizzle_width(dim: int) -> int:
+    """Elements of a 16-bit row that one swizzled block holds: 128 bytes where the dim allows it, else 64."""
+    return 64 if dim % 64 == 0 else 32
+
+
+class ForwardKernel:
+    """Host and device code of one `Forward` variant; call it inside `cute.compile`."""
+
+    def __init__(self, variant: Forward):
+        self.v = variant
+        self.t = variant.tile
+        self.nwg = self.t.warpgroups
+        self.dtype = cutlass.BFloat16 if variant.dtype == "bfloat16" else cutlass.Float16
+
+    # ------------------------------------------------------------------ shared memory layouts
+
+    def _atom(self, dim: int, key_major: bool) -> Any:
+        kinds = warpgroup.SmemLayoutAtomKind
+        wide = _swizzle_width(dim) == 64
+        if key_major:
+            kind = kinds.MN_SW128 if wide else kinds.MN_SW64
+        else:
+            kind = kinds.K_SW128 if wide else kinds.K_SW64
+        return warpgroup.make_smem_layout_atom(kind, self.dtype)
+
+    def _layouts(self) -> tuple[Any, Any, Any, Any]:
+        v, t = self.v, self.t
+        q = cute.tile_to_shape(self._atom(v.dim, False), (64, v.dim, self.nwg), order=(0, 1, 2))
+        k = cute.tile_to_shape(self._atom(v.dim, False), (t.keys, v.dim, t.stages), order=(0, 1, 2))
+        vv = cute.tile_to_shape(self._atom(v.dim_v, True), (v.dim_v, t.keys, t.stages), order=(1, 0, 2))
+        o = cute.tile_to_shape(self._atom(v.dim_v, False), (64, v.dim_v, self.nwg), order=(0, 1, 2))
+        return q, k, vv, o
+
+    def _mmas(self) -> tuple[Any, Any]:
+        """S = Q K^T with both operands in shared memory, O += P V with P in registers; 64 rows each."""
+        qk = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, self.t.keys, 16), warpgroup.OperandSource.SMEM,
+                                    OperandMajorMode.K, OperandMajorMode.K)
+        pv = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, self.v.dim_v, 16), warpgroup.OperandSource.RMEM,
+                                    OperandMajorMode.K, OperandMajorMode.MN)
+        return cute.make_tiled_mma(qk), cute.make_tiled_mma(pv)
+
+    # ------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        padding: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        dense: cute.Tensor | None,
+        doc_q: cute.Tensor | None,
+        doc_k: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        vmean: cute.Tensor | None,
+        scale: Float32,
+        fill: Float32,
+        band_lo: Int32,
+        band_hi: Int32,
+        section: Int32,
+        blocks: Int32,
+        stream: Any,
+    ):
+        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; the other
+        tensors are None where the variant does not use them.
+
+        section: heads whose K and V are walked together (they should fit in L2); blocks: thread blocks to launch.
+        """
+        tile = self.t
+        lq, lk, lv, lo = self._layouts()
+
+        def view(x, order):
+            return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_q, mq = cpasync.make_tiled_tma_atom(load, view(q, [2, 3, 1, 0]), cute.select(lq, mode=[0, 1]), (64, self.v.dim))
+        tma_k, mk = cpasync.make_tiled_tma_atom(
+            load, view(k, [2, 3, 1, 0]), cute.select(lk, mode=[0, 1]), (tile.keys, self.v.dim))
+        tma_v, mv = cpasync.make_tiled_tma_atom(
+            load, view(v, [3, 2, 1, 0]), cute.select(lv, mode=[0, 1]), (self.v.dim_v, tile.keys))
+        tma_o, mo = cpasync.make_tiled_tma_atom(
+            store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
+        self.kernel(
+            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, bias, dense, doc_q, doc_k, sink, vmean,
+            scale, fill, band_lo, band_hi, section, lq, lk, lv, lo,
+        ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    # ------------------------------------------------------------------ which tile, which keys
+
+    def _decode(self, index, rows, heads, batch, section):
+        """Work item -> (row block, query head, batch).
+
+        With a causal edge, longest rows first inside a section of heads; else the row blocks of one head follow
+        each other, so that its K and V stay in L2.
+        """
+        m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
+        if const_expr(self.v.band_hi):
+            total = heads * batch
+            per_section = section * m_blocks
+            first = index // per_section
+            rest = index - first * per_section
+            width = cutlass.min(section, total - first * section)
+            step = rest // width
+            bh = first * section + (rest - step * width)
+            m = m_blocks - 1 - step
+        else:
+            bh = index // m_blocks
+            m = index - bh * m_blocks
+        b = bh // heads
+        return m, bh - b * heads, b
+
+    def _key_tiles(self, m, rows, keys, band_lo, band_hi):
+        """Key tiles [first, last) that some row of block m can see."""
+        n = self.t.keys
+        last = (keys + (n - 1)) // n
+        first = Int32(0)
+        if const_expr(self.v.band_hi):
+            q_max = cutlass.min((m + 1) * self.t.rows, rows) - 1
+            seen = cutlass.max(q_max + band_hi + 1, 0)
+            last = cutlass.min(last, (seen + (n - 1)) // n)
+        if const_expr(self.v.band_lo):
+            first = cutlass.max(m * self.t.rows + band_lo, 0) // n
+        return first, last
+
+    # ------------------------------------------------------------------ device
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mq: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mk: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mv: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mo: cute.Tensor,
+        lse: cute.Tensor,
+        padding: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        dense: cute.Tensor | None,
+        doc_q: cute.Tensor | None,
+        doc_k: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        vmean: cute.Tensor | None,
+        scale: Float32,
+        fill: Float32,
+        band_lo: Int32,
+        band_hi: Int32,
+        section: Int32,
+        lq: cute.ComposedLayout,
+        lk: cute.ComposedLayout,
+        lv: cute.ComposedLayout,
+        lo: cute.ComposedLayout,
+    ):
+        stages, nwg = self.t.stages, self.nwg
+        words = (self.t.keys + 31) // 32
+
+        @cute.struct
+        class Shared:
+            q_full: cute.struct.MemRange[Int64, nwg]
+            q_empty: cute.struct.MemRange[Int64, nwg]
+            k_full: cute.struct.MemRange[Int64, stages]
+            k_empty: cute.struct.MemRange[Int64, stages]
+            v_full: cute.struct.MemRange[Int64, stages]
+            v_empty: cute.struct.MemRange[Int64, stages]
+            bits_full: cute.struct.MemRange[Int64, stages]
+            v_clean: cute.struct.MemRange[Int64, stages]
+            bits: cute.struct.MemRange[Int32, words * stages]
+            qo: cute.struct.Align[cute.struct.MemRange[self.dtype, max(cute.cosize(lq), cute.cosize(lo))], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lk)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lv)], 1024]
+
+        shared = SmemAllocator().allocate(Shared)
+        sq = shared.qo.get_tensor(lq.outer, swizzle=lq.inner)
+        so = shared.qo.get_tensor(lo.outer, swizzle=lo.inner)
+        sk = shared.k.get_tensor(lk.outer, swizzle=lk.inner)
+        sv = shared.v.get_tensor(lv.outer, swizzle=lv.inner)
+
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(nwg):
+                    cute.arch.mbarrier_init(shared.q_full.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(shared.q_empty.data_ptr() + i, 1)
+                for i in cutlass.range_constexpr(stages):
+                    cute.arch.mbarrier_init(shared.k_full.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(shared.v_full.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(shared.k_empty.data_ptr() + i, 4 * nwg)
+                    cute.arch.mbarrier_init(shared.v_empty.data_ptr() + i, 4 * nwg)
+                    cute.arch.mbarrier_init(shared.bits_full.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(shared.v_clean.data_ptr() + i, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(self.t.producer_regs)
+            if warp_index == 0:
+                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, band_lo, band_hi, section)
+            if const_expr(self.v.padding):
+                if warp_index == 1:
+                    self.mask(mq, mk, sv, shared, padding, band_lo, band_hi, section)
+        else:
+            cute.arch.setmaxregister_increase(self.t.consumer_regs)
+            self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, bias, dense, doc_q, doc_k, sink, vmean,
+                         scale, fill, band_lo, band_hi, section)
+
+    @cute.jit
+    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, band_lo, band_hi, section):
+        """Producer warp: Q once a tile, then K and V in the order in which the consumers need them."""
+        v, t = self.v, self.t
+        rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
+        keys, group = mk.shape[0], mq.shape[2] // mk.shape[2]
+        q_bytes, k_bytes, v_bytes = 128 * v.dim, 2 * t.keys * v.dim, 2 * t.keys * v.dim_v
+        cpasync.prefetch_descriptor(tma_q)
+        cpasync.prefetch_descriptor(tma_k)
+        cpasync.prefetch_descriptor(tma_v)
+
+        gq = cute.local_tile(mq, (64, v.dim), (None, 0, None, None))
+        gk = cute.local_tile(mk, (t.keys, v.dim), (None, 0, None, None))
+        gv = cute.local_tile(mv, (v.dim_v, t.keys), (0, None, None, None))
+        one = cute.make_layout(1)
+        q_s, q_g = cpasync.tma_partition(tma_q, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2))
+        k_s, k_g = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2))
+        v_s, v_g = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), cute.group_modes(gv, 0, 2))
+
+        total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
+        index, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
+        while index < total:
+            m, h, b = self._decode(index, rows, heads, batch, section)
+            hk = h // group
+            first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            for w in cutlass.range_constexpr(self.nwg):
+                cute.arch.mbarrier_wait(shared.q_empty.data_ptr() + w, q_phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full.data_ptr() + w, q_bytes)
+                cute.copy(tma_q, q_g[None, m * self.nwg + w, h, b], q_s[None, w],
+                          tma_bar_ptr=shared.q_full.data_ptr() + w)
+            q_phase ^= 1
+            for i in cutlass.range(last - first + 1, unroll=1):
+                if i < last - first:
+                    cute.arch.mbarrier_wait(shared.k_empty.data_ptr() + k_stage, k_phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(shared.k_full.data_ptr() + k_stage, k_bytes)
+                    cute.copy(tma_k, k_g[None, last - 1 - i, hk, b], k_s[None, k_stage],
+                              tma_bar_ptr=shared.k_full.data_ptr() + k_stage)
+                    k_stage += 1
+                    if k_stage == t.stages:
+                        k_stage = Int32(0)
+                        k_phase ^= 1
+                if i > 0:
+                    cute.arch.mbarrier_wait(shared.v_empty.data_ptr() + v_stage, v_phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(shared.v_full.data_ptr() + v_stage, v_bytes)
+                    cute.copy(tma_v, v_g[None, last - i, hk, b], v_s[None, v_stage],
+                              tma_bar_ptr=shared.v_full.data_ptr() + v_stage)
+                    v_stage += 1
+                    if v_stage == t.stages:
+                        v_stage = Int32(0)
+                        v_phase ^= 1
+            index += grid
+
+    @cute.jit
+    def mask(self, mq, mk, sv, shared, padding, band_lo, band_hi, section):
+        """Mask warp: one bit a key (set: may be attended to, and inside the keys), and V rows of cleared bits to
+        zero, because 0 * NaN of a padded slot would reach the output."""
+        v, t = self.v, self.t
+        rows, heads, batch, keys = mq.shape[0], mq.shape[2], mq.shape[3], mk.shape[0]
+        words = (t.keys + 31) // 32
+        lane = cute.arch.lane_idx()
+        bits = shared.bits.data_ptr()
+        width = _swizzle_width(v.dim_v)
+        total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
+        index, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        k_stage, k_phase, v_stage, v_phase, full_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
+        while index < total:
+            m, h, b = self._decode(index, rows, heads, batch, section)
+            first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            for i in cutlass.range(last - first + 1, unroll=1):
+                if i < last - first:
+                    cute.arch.mbarrier_wait(shared.k_empty.data_ptr() + k_stage, k_phase)
+                    for w in cutlass.range_constexpr(words):
+                        self._bits(padding, b, (last - 1 - i) * t.keys + 32 * w + lane, keys, 32 * w + lane,
+                                   bits + (k_stage * words + w), lane)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(shared.bits_full.data_ptr() + k_stage)
+                    k_stage += 1
+                    if k_stage == t.stages:
+                        k_stage = Int32(0)
+                        k_phase ^= 1
+                if i > 0:
+                    cute.arch.mbarrier_wait(shared.v_empty.data_ptr() + v_stage, v_phase)
+                    every = Boolean(True)
+                    for w in cutlass.range_constexpr(words):
+                        word = cute.make_tensor(bits + (v_stage * words + w), cute.make_layout(1))[0]
+                        every = every & (word == _all_ones(t.keys - 32 * w))
+                    if not every:
+                        cute.arch.mbarrier_wait(shared.v_full.data_ptr() + v_stage, full_phase)
+                        # A row of a swizzled block is `width` elements in one line; the swizzle moves 16-byte
+                        # pieces inside the line only, so clearing a line needs no address arithmetic on it.
+                        lines = cute.make_tensor(
+                            cute.recast_ptr(shared.v.data_ptr(), dtype=Int32),
+                            cute.make_layout((width // 2, t.keys, v.dim_v // width, t.stages),
+                                             stride=(1, width // 2, t.keys * width // 2, t.keys * v.dim_v // 2)))
+                        for key in cutlass.range(t.keys, unroll=4):
+                            word = cute.make_tensor(bits + (v_stage * words + key // 32), cute.make_layout(1))[0]
+                            if (word >> (key % 32)) & 1 == 0:
+                                if lane < width // 2:
+                                    for c in cutlass.range_constexpr(v.dim_v // width):
+                                        lines[lane, key, c, v_stage] = Int32(0)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(shared.v_clean.data_ptr() + v_stage)
+                    v_stage += 1
+                    if v_stage == t.stages:
+                        v_stage = Int32(0)
+                        v_phase ^= 1
+                        full_phase ^= 1
+            index += grid
+
+    @cute.jit
+    def _bits(self, padding, b, key, keys, column, where, lane):
+        seen = Boolean(False)
+        if key < keys:
+            if column < self.t.keys:
+                seen = padding[b, key] != Uint8(0)
+        word = cute.arch.vote_ballot_sync(seen)
+        if lane == 0:
+            cute.make_tensor(where, cute.make_layout(1))[0] = word
+
+    @cute.jit
+    def consume(self, mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, bias, dense, doc_q, doc_k, sink, vmean,
+                scale, fill, band_lo, band_hi, section):
+        """Consumer warpgroup w: rows 64 w .. 64 w + 63 of the block."""
+        v, t, nwg = self.v, self.t, self.nwg
+        rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
+        keys, group = mk.shape[0], mq.shape[2] // mk.shape[2]
+        scale_log2 = scale * LOG2E
+
+        tid = cute.arch.thread_idx()[0] - 128
+        w = cute.arch.make_warp_uniform(tid // 128)
+        lane = cute.arch.lane_idx()
+        row_in_block = (tid // 32) * 16 + lane // 4
+        column = 2 * (lane % 4)
+
+        qk, pv = self._mmas()
+        thread_qk, thread_pv = qk.get_slice(0), pv.get_slice(0)
+        f_q = thread_qk.make_fragment_A(thread_qk.partition_A(sq))[None, None, None, w]
+        f_k = thread_qk.make_fragment_B(thread_qk.partition_B(sk))
+        f_v = thread_pv.make_fragment_B(thread_pv.partition_B(sv))
+        s_shape = thread_qk.partition_shape_C((64, t.keys))
+        o = thread_pv.make_fragment_C(thread_pv.partition_shape_C((64, v.dim_v)))
+        p = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, t.keys // 16)), self.dtype)
+        o16 = cute.make_rmem_tensor(o.layout, self.dtype)
+        row_max = cute.make_rmem_tensor(2, Float32)
+        row_sum = cute.make_rmem_tensor(2, Float32)
+
+        store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), pv)
+        thread_store = store.get_slice(tid % 128)
+        to_so = thread_store.partition_D(so)
+        go = cute.local_tile(mo, (64, v.dim_v), (None, 0, None, None))
+        o_s, o_g = cpasync.tma_partition(tma_o, 0, cute.make_layout(1), cute.group_modes(so, 0, 2), cute.group_modes(go, 0, 2))
+
+        if const_expr(t.ping_pong):
+            if w == nwg - 1:
+                cute.arch.barrier_arrive(barrier_id=_BAR_TURN, number_of_threads=256)
+
+        total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
+        index, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        while index < total:
+            m, h, b = self._decode(index, rows, heads, batch, section)
+            first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            row0 = m * t.rows + row_in_block
+            o.fill(0.0)
+            row_max.fill(NEG_INF)
+            row_sum.fill(0.0)
+            cute.arch.mbarrier_wait(shared.q_full.data_ptr() + w, q_phase)
+            q_phase ^= 1
+
+            if first < last:
+                # The first tile has no PV product to hide under.
+                s = thread_qk.make_fragment_C(s_shape)
+                cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                warpgroup.fence()
+                _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage], True)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self.scores(s, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, bias, dense,
+                            doc_q, doc_k, scale, band_lo, band_hi)
+                _arrive(shared.k_empty.data_ptr() + k_stage)
+                k_stage += 1
+                if k_stage == t.stages:
+                    k_stage = Int32(0)
+                    k_phase ^= 1
+                self.softmax(s, row_max, row_sum, scale_log2)
+                p.store(s.load().to(self.dtype))
+
+                for i in cutlass.range(last - first - 1, unroll=1):
+                    # A fresh S: the old values must not count as an input of the product.
+                    s = thread_qk.make_fragment_C(s_shape)
+                    cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                    if const_expr(t.ping_pong):
+                        cute.arch.barrier(barrier_id=_BAR_TURN + w, number_of_threads=256)
+                    warpgroup.fence()
+                    _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage], True)
+                    warpgroup.commit_group()
+                    self.wait_v(shared, v_stage, v_phase)
+                    warpgroup.fence()
+                    _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
+                    warpgroup.commit_group()
+                    if const_expr(t.ping_pong):
+                        turn = w + 1
+                        if turn == nwg:
+                            turn = Int32(0)
+                        cute.arch.barrier_arrive(barrier_id=_BAR_TURN + turn, number_of_threads=256)
+                    warpgroup.wait_group(1)
+                    if const_expr(not v.padding):
+                        _arrive(shared.k_empty.data_ptr() + k_stage)
+                    self.scores(s, shared, k_stage, k_phase, last - 2 - i, m, w, row0, column, h, b, rows, keys, bias,
+                                dense, doc_q, doc_k, scale, band_lo, band_hi)
+                    if const_expr(v.padding):  # the key bits live as long as their K tile
+                        _arrive(shared.k_empty.data_ptr() + k_stage)
+                    k_stage += 1
+                    if k_stage == t.stages:
+                        k_stage = Int32(0)
+                        k_phase ^= 1
+                    factor0, factor1 = self.softmax(s, row_max, row_sum, scale_log2)
+                    warpgroup.wait_group(0)
+                    _arrive(shared.v_empty.data_ptr() + v_stage)
+                    v_stage += 1
+                    if v_stage == t.stages:
+                        v_stage = Int32(0)
+                        v_phase ^= 1
+                    for e in cutlass.range_constexpr(0, cute.size(o), 4):
+                        o[e] = o[e] * factor0
+                        o[e + 1] = o[e + 1] * factor0
+                        o[e + 2] = o[e + 2] * factor1
+                        o[e + 3] = o[e + 3] * factor1
+                    p.store(s.load().to(self.dtype))
+
+                self.wait_v(shared, v_stage, v_phase)
+                warpgroup.fence()
+                _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                _arrive(shared.v_empty.data_ptr() + v_stage)
+                v_stage += 1
+                if v_stage == t.stages:
+                    v_stage = Int32(0)
+                    v_phase ^= 1
+
+            self.normalise(o, row_max, row_sum, scale_log2, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean)
+
+            o16.store(o.load().to(self.dtype))
+            # O goes where Q was: every warp is through with its products first.
+            cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
+            cute.copy(store, thread_store.retile(o16), to_so[None, None, None, w])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
+            if (tid // 32) % 4 == 0:
+                cute.copy(tma_o, o_s[None, w], o_g[None, m * nwg + w, h, b])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                _arrive(shared.q_empty.data_ptr() + w)
+            index += grid
+        if (tid // 32) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def wait_v(self, shared, stage, phase):
+        cute.arch.mbarrier_wait(shared.v_full.data_ptr() + stage, phase)
+        if const_expr(self.v.padding):
+            cute.arch.mbarrier_wait(shared.v_clean.data_ptr() + stage, phase)
+
+    @cute.jit
+    def scores(self, s, shared, stage, phase, n, m, w, row0, column, h, b, rows, keys, bias, dense, doc_q, doc_k,
+               scale, band_lo, band_hi):
+        """Turn S into scores in place: score program, then -inf where a mask is false.
+
+        Only tiles that are not wholly visible to this warpgroup run the masking code.
+        """
+        v, t = self.v, self.t
+        size = t.keys // 2
+        key0 = n * t.keys
+        if const_expr(v.premultiply):
+            factor = scale * LOG2E
+            for e in cutlass.range_constexpr(size):
+                s[e] = s[e] * factor
+        if const_expr(v.bias is not None):
+            self.add_bias(s, bias, b, h, row0, key0 + column, rows, keys)
+
+        partial = (key0 + t.keys) > keys
+        w_row = m * t.rows + 64 * w
+        if const_expr(v.band_hi):
+            partial = partial | (key0 + (t.keys - 1) > w_row + band_hi)
+        if const_expr(v.band_lo):
+            partial = partial | (key0 < w_row + 63 + band_lo)
+        if partial:
+            self.mask_band(s, row0, key0 + column, keys, band_lo, band_hi)
+        if const_expr(v.padding):
+            self.mask_padding(s, shared, stage, phase, column)
+        if const_expr(v.dense):
+            self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
+        if const_expr(v.documents):
+            self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
+
+    def mask_band(self, s, row0, col0, keys, band_lo, band_hi):
+        for r in range(2):
+            row = row0 + 8 * r
+            right = keys - 1 - col0
+            if self.v.band_hi:
+                right = cutlass.min(right, row + band_hi - col0)
+            left = row + band_lo - col0
+            for j in range(self.t.keys // 8):
+                for e in range(2):
+                    c = 8 * j + e
+                    hidden = right < c
+                    if self.v.band_lo:
+                        hidden = hidden | (left > c)
+                    i = 4 * j + 2 * r + e
+                    s[i] = select_(hidden, Float32(NEG_INF), s[i])
+
+    @cute.jit
+    def mask_padding(self, s, shared, stage, phase, column):
+        t = self.t
+        n_words = (t.keys + 31) // 32
+        cute.arch.mbarrier_wait(shared.bits_full.data_ptr() + stage, phase)
+        words = cute.make_tensor(shared.bits.data_ptr() + stage * n_words, cute.make_layout(n_words))
+        every = Boolean(True)
+        for i in cutlass.range_constexpr(n_words):
+            every = every & (words[i] == _all_ones(t.keys - 32 * i))
+        if not every:
+            for j in cutlass.range_constexpr(t.keys // 8):
+                shifted = words[j // 4] >> column
+                for e in cutlass.range_constexpr(2):
+                    hidden = (shifted & (1 << (8 * (j % 4) + e))) == 0
+                    for r in cutlass.range_constexpr(2):
+                        i = 4 * j + 2 * r + e
+                        s[i] = select_(hidden, Float32(NEG_INF), s[i])
+
+    @cute.jit
+    def add_bias(self, s, bias, b, h, row0, col0, rows, keys):
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            if row < rows:
+                for j in cutlass.range_constexpr(self.t.keys // 8):
+                    for e in cutlass.range_constexpr(2):
+                        key = col0 + (8 * j + e)
+                        if key < keys:
+                            i = 4 * j + 2 * r + e
+                            s[i] = s[i] + bias[b, h, row, key].to(Float32) * LOG2E
+
+    @cute.jit
+    def mask_dense(self, s, dense, b, h, row0, col0, rows, keys):
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            if row < rows:
+                for j in cutlass.range_constexpr(self.t.keys // 8):
+                    for e in cutlass.range_constexpr(2):
+                        key = col0 + (8 * j + e)
+                        if key < keys:
+                            i = 4 * j + 2 * r + e
+                            s[i] = select_(dense[b, h, row, key] == Uint8(0), Float32(NEG_INF), s[i])
+
+    @cute.jit
+    def mask_documents(self, s, doc_q, doc_k, b, row0, col0, rows, keys):
+        mine = cute.make_rmem_tensor(2, Int32)
+        for r in cutlass.range_constexpr(2):
+            mine[r] = Int32(0)
+            if row0 + 8 * r < rows:
+                mine[r] = doc_q[b, row0 + 8 * r]
+        for j in cutlass.range_constexpr(self.t.keys // 8):
+            for e in cutlass.range_constexpr(2):
+                key = col0 + (8 * j + e)
+                if key < keys:
+                    theirs = doc_k[b, key]
+                    for r in cutlass.range_constexpr(2):
+                        i = 4 * j + 2 * r + e
+                        s[i] = select_(theirs != mine[r], Float32(NEG_INF), s[i])
+
+    def softmax(self, s, row_max, row_sum, scale_log2):
+        """One step of the online softmax: S becomes exp(S - max) in place; returns the factors of the two rows of O.
+
+        With a positive scale the maximum is taken over raw scores and the scale is folded into the exponent's fma;
+        otherwise scores are already in base-2 units.
+        """
+        factors = []
+        size = cute.size(s)
+        unit = Float32(1.0) if self.v.premultiply else scale_log2
+        for r in range(2):
+            idx = [4 * j + 2 * r + e for j in range(size // 4) for e in range(2)]
+            # Four chains: fmax has a latency of several cycles.  PTX max drops NaN; the exponential brings it back.
+            tops = [s[i] for i in idx[:4]]
+            for n, i in enumerate(idx[4:]):
+                tops[n % 4] = cute.arch.fmax(tops[n % 4], s[i])
+            top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1))
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
+            old = row_max[r]
+            top = cute.arch.fmax(old, top)
+            row_max[r] = top
+            if self.v.masked:
+                # So far every key was masked: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.
+                top = select_(top == NEG_INF, Float32(0.0), top)
+            shift = top * unit
+            factor = cute.math.exp2(old * unit - shift, fastmath=True)
+            factors.append(factor)
+            sums = []
+            for n, i in enumerate(idx):
+                x = s[i] - shift if self.v.premultiply else cute.math.fma(s[i], unit, -shift)
+                x = cute.math.exp2(x, fastmath=True)
+                s[i] = x
+                if n < 4:
+                    sums.append(x)
+                else:
+                    sums[n % 4] = sums[n % 4] + x
+            row_sum[r] = row_sum[r] * factor + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        return factors
+
+    @cute.jit
+    def normalise(self, o, row_max, row_sum, scale_log2, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean):
+        """Divide O by the row sums, add the sink, treat rows with every key masked, write the log-sum-exp."""
+        v = self.v
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            total = row_sum[r]
+            total = total + cute.arch.shuffle_sync_bfly(total, 1)
+            total = total + cute.arch.shuffle_sync_bfly(total, 2)
+            top = row_max[r] if const_expr(v.premultiply) else row_max[r] * scale_log2
+            factor = Float32(1.0)
+            if const_expr(sink is not None):
+                logit = sink[h].to(Float32) * LOG2E
+                both = cute.arch.fmax(top, logit)
+                factor = cute.math.exp2(top - both, fastmath=True)
+                total = total * factor + cute.math.exp2(logit - both, fastmath=True)
+                top = both
+            inverse = factor / total
+            log_sum = top * LN2 + cute.math.log2(total, fastmath=True) * LN2
+            if const_expr(v.empty == "zero"):
+                inverse = select_(total == 0.0, Float32(0.0), inverse)
+            for j in cutlass.range_constexpr(v.dim_v // 8):
+                for e in cutlass.range_constexpr(2):
+                    o[4 * j + 2 * r + e] = o[4 * j + 2 * r + e] * inverse
+            if const_expr(v.empty == "mean"):
+                if total == 0.0:
+                    log_sum = fill + cute.math.log2(Float32(keys), fastmath=True) * LN2
+                    for j in cutlass.range_constexpr(v.dim_v // 8):
+                        for e in cutlass.range_constexpr(2):
+                            if column + (8 * j + e) < vmean.shape[2]:
+                                o[4 * j + 2 * r + e] = vmean[b, h // group, column + (8 * j + e)]
+            if column == 0:
+                if row < rows:
+                    lse[b, h, row] = log_sum
+
+
+def _gemm(mma, acc, a, b, clear: bool):
+    """acc (+)= a b over the k blocks of the fragments; asynchronous.
+
+    `mma` is made where it is used: its accumulate flag is a traced value and must not cross a loop's border.
+    """
+    for k in range(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
+        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+
+
+def _arrive(barrier):
+    """One arrival a warp: all its reads are done."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+def _all_ones(bits: int) -> int:
+    """Int32 value of a word with its lowest `bits` bits set."""
+    return -1 if bits >= 32 else (1 << bits) - 1

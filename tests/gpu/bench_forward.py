@@ -1,0 +1,95 @@
+"""Time the forward kernel beside what else is installed, in one process: rows of (workload, provider, TFLOP/s).
+
+    python tests/gpu/bench_forward.py [--out FILE] [--dims 64,128,256] [--lengths 1024,4096,16384] [--peers]
+
+16k tokens and a hidden size of 2048 in all; random data; `triton.testing.do_bench`, median.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+from fa_inductor.kernels import api
+from fa_inductor.kernels.record import Attention, Band
+
+
+def peers() -> dict[str, Any]:
+    """Providers by name: a function of (q, k, v in [B, S, H, D], causal)."""
+    found: dict[str, Any] = {}
+
+    def sdpa(backend: SDPBackend) -> Any:
+        def call(q: Any, k: Any, v: Any, causal: bool) -> Any:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal)
+        return call
+
+    found["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
+    found["sdpa_fa2"] = sdpa(SDPBackend.FLASH_ATTENTION)
+    try:
+        import fa3_fwd_interface as fa3  # type: ignore[import-not-found]
+        found["fa3"] = lambda q, k, v, c: fa3.flash_attn_func(q, k, v, causal=c)
+    except Exception as e:
+        print("absent: fa3", repr(e)[:100])
+    try:
+        from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+        found["fa4_cute"] = lambda q, k, v, c: flash_attn_func(q, k, v, causal=c)
+    except Exception as e:
+        print("absent: fa4_cute", repr(e)[:100])
+    return found
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=None)
+    p.add_argument("--dims", default="64,128,256")
+    p.add_argument("--lengths", default="1024,4096,16384")
+    p.add_argument("--peers", action="store_true")
+    p.add_argument("--rep", type=int, default=60)
+    args = p.parse_args()
+    others = peers() if args.peers else {}
+    rows: list[dict[str, Any]] = []
+    for d in map(int, args.dims.split(",")):
+        heads = 2048 // d
+        for s in map(int, args.lengths.split(",")):
+            b = 16384 // s
+            q, k, v = (torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+            for causal in (False, True):
+                record = Attention(q_heads=heads, kv_heads=heads, head_dim=d, head_dim_v=d, dtype="bfloat16",
+                                   scale=d**-0.5, mask=(Band(None, 0),) if causal else ())
+
+                def ours(q: Any, k: Any, v: Any, causal: bool, record: Attention = record) -> Any:
+                    return api.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), record)
+
+                work = f"d{d} s{s} b{b} h{heads} {'causal' if causal else 'full'}"
+                line = f"{work:28s}"
+                for name, fn in {"fa_inductor": ours, **others}.items():
+                    try:
+                        fn(q, k, v, causal)
+                        ms = do_bench(lambda fn=fn, c=causal: fn(q, k, v, c), warmup=20, rep=args.rep, return_mode="median")
+                        tf = 4 * b * heads * s * s * d / (2 if causal else 1) / ms / 1e9
+                        rows.append({"work": work, "provider": name, "ms": ms, "tflops": tf})
+                        line += f" {name} {tf:4.0f}"
+                    except Exception as e:
+                        rows.append({"work": work, "provider": name, "error": repr(e)[:200]})
+                        line += f" {name} {type(e).__name__} {str(e)[:80]}"
+                print(line, flush=True)
+    if args.out:
+        import cutlass
+
+        args.out.write_text(json.dumps({
+            "what": "forward, bf16, TFLOP/s", "date": datetime.date.today().isoformat(),
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+            "nvidia-cutlass-dsl": cutlass.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
