@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="fa_inductor")``: Inductor with our pass for that model only."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ def compile_backend(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Compile one Dynamo graph; ``mode`` and ``options`` are those of ``torch.compile`` with Inductor.
 
     torch finds it by its entry point, without ``import fa_inductor``.

@@ -6,6 +6,7 @@ In place of compiled code it gets zeros of the right shapes, so no kernel of the
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from types import CodeType, FunctionType
 from typing import Any
@@ -40,8 +41,10 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     backend = _backend(graphs)
     before = copy.deepcopy(dict(counters))
     try:
-        options = {"isolate_recompiles": True} if _has_isolation() else {}
-        torch.compile(_call_once(), backend=backend, **options)(model, args, kwargs)
+        # From torch 2.13 on, frames after a graph break can be kept apart, too.
+        compiler: Any = torch.compile
+        isolated = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(compiler).parameters else {}
+        compiler(_call_once(), backend=backend, **isolated)(model, args, kwargs)
     finally:
         eval_frame.cached_backends.pop(id(backend), None)
         counters.clear()
@@ -58,15 +61,6 @@ def _call_once() -> FunctionType:
     code: CodeType = call.__code__
     name = f"explain_{next(_calls)}"
     return FunctionType(code.replace(co_name=name, co_qualname=name), call.__globals__, name)
-
-
-def _has_isolation() -> bool:
-    """Whether torch.compile can keep the frames after a graph break apart, too (from torch 2.13 on)."""
-    import inspect
-
-    import torch
-
-    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 def _backend(graphs: list[GraphReport]) -> Any:

@@ -96,10 +96,9 @@ def _ahead_of_time() -> bool:
 
 
 def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy = torch.fx.Graph()
-    output = copy.graph_copy(graph, {}, return_output_node=True)
-    if output is not None:
-        copy.output(output[0])
+    copy, nodes = torch.fx.Graph(), {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
     return torch.fx.GraphModule(graph.owning_module or {}, copy).graph
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Outcome = Literal["rewritten", "refused", "not attention"]
 Kind = Literal["softmax", "sdpa"]
 _CODES = {c.code: c for c in Code}
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,19 @@ def graph_id(graph: Graph) -> str:
 
     digest = hashlib.sha256(fingerprint().encode())
     for node in graph.nodes:
-        val = node.meta.get("val")
-        shape: Any = ""
-        if hasattr(val, "dtype") and hasattr(val, "device"):
-            shape = (val.dtype, val.device, tuple(val.shape), val.stride())
-        digest.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {shape}\n".encode())
+        text = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {_layout(node.meta.get('val'))}\n"
+        digest.update(_ADDRESS.sub("", text).encode())
     return digest.hexdigest()[:32]
+
+
+def _layout(val: Any) -> str:
+    if not hasattr(val, "dtype") or not hasattr(val, "device"):
+        return ""
+    try:
+        stride = val.stride()
+    except (RuntimeError, NotImplementedError):  # sparse and nested tensors have none
+        stride = val.layout
+    return f"{val.dtype} {val.device} {tuple(val.shape)} {stride}"
 
 
 class Report:

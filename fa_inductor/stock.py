@@ -8,6 +8,7 @@ them apart by the ``uuid`` of our pass.
 """
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import weakref
@@ -41,11 +42,9 @@ def entries() -> Iterator[Any]:
         for entry in bucket:
             check = getattr(entry, "extra_check", None)
             check = check.check if isinstance(check, _Unless) else check
-            names = getattr(getattr(check, "__code__", None), "co_freevars", ())
-            if "search_fn" in names:
-                search = check.__closure__[names.index("search_fn")].cell_contents
-                if getattr(search, "__module__", None) == _MODULE:
-                    yield entry
+            cells = inspect.getclosurevars(check).nonlocals if inspect.isfunction(check) else {}
+            if getattr(cells.get("search_fn"), "__module__", None) == _MODULE:
+                yield entry
 
 
 def keep_off(graph: Any) -> None:
