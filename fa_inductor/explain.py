@@ -46,7 +46,9 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
         isolated = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(compiler).parameters else {}
         compiler(_call_once(), backend=backend, **isolated)(model, args, kwargs)
     finally:
-        eval_frame.cached_backends.pop(id(backend), None)
+        for key, kept in list(eval_frame.cached_backends.items()):
+            if getattr(kept, "compiler_fn", None) is backend:
+                del eval_frame.cached_backends[key]
         counters.clear()
         counters.update(before)
     return Report(tuple(graphs))
