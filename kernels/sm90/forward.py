@@ -154,6 +154,18 @@ class ForwardKernel:
         b = bh // heads
         return m, bh - b * heads, b
 
+    def _next(self, turn):
+        """Work item of this block after its `turn`-th.
+
+        Items get shorter with their number under a causal edge; every other turn runs backwards through the blocks,
+        so that all of them get about the same work.
+        """
+        grid, block = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
+        turn = turn + 1
+        if self.v.band_hi:
+            block = select_(turn % 2 == 0, block, grid - 1 - block)
+        return turn * grid + block, turn
+
     def _key_tiles(self, m, rows, keys, band_lo, band_hi):
         """Key tiles [first, last) that some row of block m can see."""
         n = self.t.keys
@@ -165,7 +177,8 @@ class ForwardKernel:
             last = cutlass.min(last, (seen + (n - 1)) // n)
         if const_expr(self.v.band_lo):
             first = cutlass.max(m * self.t.rows + band_lo, 0) // n
-        return first, last
+        # Known to be equal in a warp, the loop over them cannot be taken for divergent.
+        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
 
     # ------------------------------------------------------------------ device
 
@@ -200,6 +213,9 @@ class ForwardKernel:
     ):
         stages, nwg = self.t.stages, self.nwg
         words = (self.t.keys + 31) // 32
+        # O shares the memory of Q where there is no room for both.
+        o_size = cute.cosize(lo) if self.t.own_o else 0
+        q_size = cute.cosize(lq) if self.t.own_o else max(cute.cosize(lq), cute.cosize(lo))
 
         @cute.struct
         class Shared:
@@ -212,13 +228,14 @@ class ForwardKernel:
             bits_full: cute.struct.MemRange[Int64, stages]
             v_clean: cute.struct.MemRange[Int64, stages]
             bits: cute.struct.MemRange[Int32, words * stages]
-            qo: cute.struct.Align[cute.struct.MemRange[self.dtype, max(cute.cosize(lq), cute.cosize(lo))], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_size], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[self.dtype, o_size], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lk)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lv)], 1024]
 
         shared = SmemAllocator().allocate(Shared)
-        sq = shared.qo.get_tensor(lq.outer, swizzle=lq.inner)
-        so = shared.qo.get_tensor(lo.outer, swizzle=lo.inner)
+        sq = shared.q.get_tensor(lq.outer, swizzle=lq.inner)
+        so = (shared.o if self.t.own_o else shared.q).get_tensor(lo.outer, swizzle=lo.inner)
         sk = shared.k.get_tensor(lk.outer, swizzle=lk.inner)
         sv = shared.v.get_tensor(lv.outer, swizzle=lv.inner)
 
@@ -227,7 +244,7 @@ class ForwardKernel:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(nwg):
                     cute.arch.mbarrier_init(shared.q_full.data_ptr() + i, 1)
-                    cute.arch.mbarrier_init(shared.q_empty.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(shared.q_empty.data_ptr() + i, 4 if self.t.own_o else 1)
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(shared.k_full.data_ptr() + i, 1)
                     cute.arch.mbarrier_init(shared.v_full.data_ptr() + i, 1)
@@ -271,12 +288,15 @@ class ForwardKernel:
 
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         index, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
+        turn = Int32(0)
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
             hk = h // group
             first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            if first < last:  # before Q: the buffers of K are free while the tile before is still being written
+                k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 1, hk, b], k_s, shared.k_full, shared.k_empty,
+                                               k_stage, k_phase, k_bytes)
             for w in cutlass.range_constexpr(self.nwg):
                 cute.arch.mbarrier_wait(shared.q_empty.data_ptr() + w, q_phase)
                 with cute.arch.elect_one():
@@ -284,28 +304,25 @@ class ForwardKernel:
                 cute.copy(tma_q, q_g[None, m * self.nwg + w, h, b], q_s[None, w],
                           tma_bar_ptr=shared.q_full.data_ptr() + w)
             q_phase ^= 1
-            for i in cutlass.range(last - first + 1, unroll=1):
-                if i < last - first:
-                    cute.arch.mbarrier_wait(shared.k_empty.data_ptr() + k_stage, k_phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(shared.k_full.data_ptr() + k_stage, k_bytes)
-                    cute.copy(tma_k, k_g[None, last - 1 - i, hk, b], k_s[None, k_stage],
-                              tma_bar_ptr=shared.k_full.data_ptr() + k_stage)
-                    k_stage += 1
-                    if k_stage == t.stages:
-                        k_stage = Int32(0)
-                        k_phase ^= 1
-                if i > 0:
-                    cute.arch.mbarrier_wait(shared.v_empty.data_ptr() + v_stage, v_phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(shared.v_full.data_ptr() + v_stage, v_bytes)
-                    cute.copy(tma_v, v_g[None, last - i, hk, b], v_s[None, v_stage],
-                              tma_bar_ptr=shared.v_full.data_ptr() + v_stage)
-                    v_stage += 1
-                    if v_stage == t.stages:
-                        v_stage = Int32(0)
-                        v_phase ^= 1
-            index += grid
+            for i in cutlass.range(last - first, unroll=1):
+                if i + 1 < last - first:
+                    k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 2 - i, hk, b], k_s, shared.k_full,
+                                                   shared.k_empty, k_stage, k_phase, k_bytes)
+                v_stage, v_phase = self._fetch(tma_v, v_g[None, last - 1 - i, hk, b], v_s, shared.v_full,
+                                               shared.v_empty, v_stage, v_phase, v_bytes)
+            index, turn = self._next(turn)
+
+    def _fetch(self, tma, source, target, full, empty, stage, phase, size):
+        """Fill one stage by TMA once it is free; returns the next (stage, phase)."""
+        cute.arch.mbarrier_wait(empty.data_ptr() + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full.data_ptr() + stage, size)
+        cute.copy(tma, source, target[None, stage], tma_bar_ptr=full.data_ptr() + stage)
+        return self._advance(stage, phase)
+
+    def _advance(self, stage, phase):
+        wrap = stage + 1 == self.t.stages
+        return select_(wrap, Int32(0), stage + 1), phase ^ select_(wrap, Int32(1), Int32(0))
 
     @cute.jit
     def mask(self, mq, mk, sv, shared, padding, band_lo, band_hi, section):
@@ -319,8 +336,8 @@ class ForwardKernel:
         width = _swizzle_width(v.dim_v)
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         index, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         k_stage, k_phase, v_stage, v_phase, full_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
+        turn = Int32(0)
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
             first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
@@ -333,10 +350,7 @@ class ForwardKernel:
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(shared.bits_full.data_ptr() + k_stage)
-                    k_stage += 1
-                    if k_stage == t.stages:
-                        k_stage = Int32(0)
-                        k_phase ^= 1
+                    k_stage, k_phase = self._advance(k_stage, k_phase)
                 if i > 0:
                     cute.arch.mbarrier_wait(shared.v_empty.data_ptr() + v_stage, v_phase)
                     every = Boolean(True)
@@ -361,12 +375,9 @@ class ForwardKernel:
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(shared.v_clean.data_ptr() + v_stage)
-                    v_stage += 1
-                    if v_stage == t.stages:
-                        v_stage = Int32(0)
-                        v_phase ^= 1
-                        full_phase ^= 1
-            index += grid
+                    _, full_phase = self._advance(v_stage, full_phase)
+                    v_stage, v_phase = self._advance(v_stage, v_phase)
+            index, turn = self._next(turn)
 
     @cute.jit
     def _bits(self, padding, b, key, keys, column, where, lane):
@@ -417,8 +428,8 @@ class ForwardKernel:
 
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         index, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        turn = Int32(0)
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
             first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
@@ -440,10 +451,7 @@ class ForwardKernel:
                 self.scores(s, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, bias, dense,
                             doc_q, doc_k, scale, band_lo, band_hi)
                 _arrive(shared.k_empty.data_ptr() + k_stage)
-                k_stage += 1
-                if k_stage == t.stages:
-                    k_stage = Int32(0)
-                    k_phase ^= 1
+                k_stage, k_phase = self._advance(k_stage, k_phase)
                 self.softmax(s, row_max, row_sum, scale_log2)
                 p.store(s.load().to(self.dtype))
 
@@ -472,17 +480,15 @@ class ForwardKernel:
                                 dense, doc_q, doc_k, scale, band_lo, band_hi)
                     if const_expr(v.padding):  # the key bits live as long as their K tile
                         _arrive(shared.k_empty.data_ptr() + k_stage)
-                    k_stage += 1
-                    if k_stage == t.stages:
-                        k_stage = Int32(0)
-                        k_phase ^= 1
+                    k_stage, k_phase = self._advance(k_stage, k_phase)
                     factor0, factor1 = self.softmax(s, row_max, row_sum, scale_log2)
+                    # ptxas moves a wait up over arithmetic, and then no exponential runs under the PV product.  A
+                    # branch on the row sums, never taken, keeps the wait behind all of them.
+                    if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < 0.0):
+                        cute.arch.inline_ptx("trap;")
                     warpgroup.wait_group(0)
                     _arrive(shared.v_empty.data_ptr() + v_stage)
-                    v_stage += 1
-                    if v_stage == t.stages:
-                        v_stage = Int32(0)
-                        v_phase ^= 1
+                    v_stage, v_phase = self._advance(v_stage, v_phase)
                     for e in cutlass.range_constexpr(0, cute.size(o), 4):
                         o[e] = o[e] * factor0
                         o[e + 1] = o[e + 1] * factor0
@@ -490,21 +496,27 @@ class ForwardKernel:
                         o[e + 3] = o[e + 3] * factor1
                     p.store(s.load().to(self.dtype))
 
+                if const_expr(t.own_o):
+                    _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
                 self.wait_v(shared, v_stage, v_phase)
                 warpgroup.fence()
                 _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 _arrive(shared.v_empty.data_ptr() + v_stage)
-                v_stage += 1
-                if v_stage == t.stages:
-                    v_stage = Int32(0)
-                    v_phase ^= 1
+                v_stage, v_phase = self._advance(v_stage, v_phase)
+            else:
+                if const_expr(t.own_o):
+                    _arrive(shared.q_empty.data_ptr() + w)
 
             self.normalise(o, row_max, row_sum, scale_log2, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean)
 
             o16.store(o.load().to(self.dtype))
-            # O goes where Q was: every warp is through with its products first.
+            # The memory of O is free when the store before has read it (own memory) and when every warp is through
+            # with its products (memory of Q).
+            if const_expr(t.own_o):
+                if (tid // 32) % 4 == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
             cute.copy(store, thread_store.retile(o16), to_so[None, None, None, w])
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -512,11 +524,12 @@ class ForwardKernel:
             if (tid // 32) % 4 == 0:
                 cute.copy(tma_o, o_s[None, w], o_g[None, m * nwg + w, h, b])
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                _arrive(shared.q_empty.data_ptr() + w)
-            index += grid
+                if const_expr(not t.own_o):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    _arrive(shared.q_empty.data_ptr() + w)
+            index, turn = self._next(turn)
         if (tid // 32) % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def wait_v(self, shared, stage, phase):
@@ -541,20 +554,21 @@ class ForwardKernel:
         if const_expr(v.bias is not None):
             self.add_bias(s, bias, b, h, row0, key0 + column, rows, keys)
 
-        partial = (key0 + t.keys) > keys
-        w_row = m * t.rows + 64 * w
-        if const_expr(v.band_hi):
-            partial = partial | (key0 + (t.keys - 1) > w_row + band_hi)
-        if const_expr(v.band_lo):
-            partial = partial | (key0 < w_row + 63 + band_lo)
-        if partial:
-            self.mask_band(s, row0, key0 + column, keys, band_lo, band_hi)
         if const_expr(v.padding):
             self.mask_padding(s, shared, stage, phase, column)
         if const_expr(v.dense):
             self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
         if const_expr(v.documents):
             self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
+
+        partial = (key0 + t.keys) > keys
+        w_row = m * t.rows + 64 * w
+        if const_expr(v.band_hi):
+            partial = partial | (key0 + (t.keys - 1) > w_row + band_hi)
+        if const_expr(v.band_lo):
+            partial = partial | (key0 < w_row + 63 + band_lo)
+        if cute.arch.vote_any_sync(partial):
+            self.mask_band(s, row0, key0 + column, keys, band_lo, band_hi)
 
     def mask_band(self, s, row0, col0, keys, band_lo, band_hi):
         for r in range(2):
@@ -581,7 +595,7 @@ class ForwardKernel:
         every = Boolean(True)
         for i in cutlass.range_constexpr(n_words):
             every = every & (words[i] == _all_ones(t.keys - 32 * i))
-        if not every:
+        if cute.arch.vote_any_sync(not every):
             for j in cutlass.range_constexpr(t.keys // 8):
                 shifted = words[j // 4] >> column
                 for e in cutlass.range_constexpr(2):
@@ -590,45 +604,34 @@ class ForwardKernel:
                         i = 4 * j + 2 * r + e
                         s[i] = select_(hidden, Float32(NEG_INF), s[i])
 
-    @cute.jit
+    # The readers of captures clamp their indices instead of branching: a branch with a product in flight would make
+    # ptxas run the products one by one.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
+
     def add_bias(self, s, bias, b, h, row0, col0, rows, keys):
-        for r in cutlass.range_constexpr(2):
-            row = row0 + 8 * r
-            if row < rows:
-                for j in cutlass.range_constexpr(self.t.keys // 8):
-                    for e in cutlass.range_constexpr(2):
-                        key = col0 + (8 * j + e)
-                        if key < keys:
-                            i = 4 * j + 2 * r + e
-                            s[i] = s[i] + bias[b, h, row, key].to(Float32) * LOG2E
+        for r in range(2):
+            line = bias[b, h, cutlass.min(row0 + 8 * r, rows - 1), None]
+            for j in range(self.t.keys // 8):
+                for e in range(2):
+                    i = 4 * j + 2 * r + e
+                    s[i] = cute.math.fma(line[cutlass.min(col0 + (8 * j + e), keys - 1)].to(Float32), Float32(LOG2E), s[i])
 
-    @cute.jit
     def mask_dense(self, s, dense, b, h, row0, col0, rows, keys):
-        for r in cutlass.range_constexpr(2):
-            row = row0 + 8 * r
-            if row < rows:
-                for j in cutlass.range_constexpr(self.t.keys // 8):
-                    for e in cutlass.range_constexpr(2):
-                        key = col0 + (8 * j + e)
-                        if key < keys:
-                            i = 4 * j + 2 * r + e
-                            s[i] = select_(dense[b, h, row, key] == Uint8(0), Float32(NEG_INF), s[i])
+        for r in range(2):
+            line = dense[b, h, cutlass.min(row0 + 8 * r, rows - 1), None]
+            for j in range(self.t.keys // 8):
+                for e in range(2):
+                    i = 4 * j + 2 * r + e
+                    seen = line[cutlass.min(col0 + (8 * j + e), keys - 1)] != Uint8(0)
+                    s[i] = select_(seen, s[i], Float32(NEG_INF))
 
-    @cute.jit
     def mask_documents(self, s, doc_q, doc_k, b, row0, col0, rows, keys):
-        mine = cute.make_rmem_tensor(2, Int32)
-        for r in cutlass.range_constexpr(2):
-            mine[r] = Int32(0)
-            if row0 + 8 * r < rows:
-                mine[r] = doc_q[b, row0 + 8 * r]
-        for j in cutlass.range_constexpr(self.t.keys // 8):
-            for e in cutlass.range_constexpr(2):
-                key = col0 + (8 * j + e)
-                if key < keys:
-                    theirs = doc_k[b, key]
-                    for r in cutlass.range_constexpr(2):
-                        i = 4 * j + 2 * r + e
-                        s[i] = select_(theirs != mine[r], Float32(NEG_INF), s[i])
+        mine = [doc_q[b, cutlass.min(row0 + 8 * r, rows - 1)] for r in range(2)]
+        for j in range(self.t.keys // 8):
+            for e in range(2):
+                theirs = doc_k[b, cutlass.min(col0 + (8 * j + e), keys - 1)]
+                for r in range(2):
+                    i = 4 * j + 2 * r + e
+                    s[i] = select_(theirs == mine[r], s[i], Float32(NEG_INF))
 
     def softmax(self, s, row_max, row_sum, scale_log2):
         """One step of the online softmax: S becomes exp(S - max) in place; returns the factors of the two rows of O.

@@ -30,6 +30,8 @@ class Tile:
     producer_regs: int
     ping_pong: bool
     """Consumer warpgroups take turns on the tensor cores."""
+    own_o: bool
+    """The output tile has its own shared memory, so the next Q loads while it is written."""
     why: str
 
     @property
@@ -40,12 +42,12 @@ class Tile:
 
 # Largest first that fits: (head dim of QK^T at most, of V at most) -> tile.
 _TILES: tuple[tuple[int, int, Tile], ...] = (
-    (64, 64, Tile(192, 128, 2, 160, 32, True, "three warpgroups share one K/V stream; 2026-11-29")),
-    (96, 96, Tile(128, 128, 2, 240, 24, True, "192 rows spill at 160 registers with P in registers; 2026-11-29")),
-    (128, 128, Tile(128, 128, 2, 240, 24, True, "S 64, P 32 and O 64 registers; 2026-11-29")),
-    (192, 128, Tile(128, 112, 2, 240, 24, True, "K of 192 and V of 128 in 227 KiB; 2026-11-29")),
-    (192, 192, Tile(128, 96, 2, 240, 24, False, "O 96 registers; 2026-11-29")),
-    (256, 256, Tile(128, 80, 2, 240, 24, False, "224 KiB of shared memory, O 128 registers; 2026-11-29")),
+    (64, 64, Tile(192, 128, 2, 160, 32, True, True, "three warpgroups share one K/V stream; 2026-11-29")),
+    (96, 96, Tile(128, 128, 2, 240, 24, True, True, "192 rows spill at 160 registers with P in registers; 2026-11-29")),
+    (128, 128, Tile(128, 128, 2, 240, 24, True, True, "S 64, P 32 and O 64 registers; 2026-11-29")),
+    (192, 128, Tile(128, 112, 2, 240, 24, True, True, "K of 192 and V of 128 in 227 KiB; 2026-11-29")),
+    (192, 192, Tile(128, 96, 2, 240, 24, False, False, "O 96 registers; 2026-11-29")),
+    (256, 256, Tile(128, 80, 2, 240, 24, False, False, "224 KiB of shared memory, O 128 registers; 2026-11-29")),
 )
 
 
@@ -111,7 +113,8 @@ class Forward:
     def smem_bytes(self) -> int:
         """Shared memory of the tiles; barriers and mask words come on top (under 1 KiB)."""
         t = self.tile
-        return 2 * (t.rows * max(self.dim, self.dim_v) + t.stages * t.keys * (self.dim + self.dim_v))
+        qo = self.dim + self.dim_v if t.own_o else max(self.dim, self.dim_v)
+        return 2 * (t.rows * qo + t.stages * t.keys * (self.dim + self.dim_v))
 
     @property
     def name(self) -> str:
