@@ -109,6 +109,9 @@ class Attention:
     fill: float = float("-inf")
     """Score of a masked position: -inf, or the finite value that the user's code put or added there.
     A finite fill is at most -3e4, so it only shows in rows that are masked as a whole (``empty_rows``)."""
+    fill_mode: Literal["add", "replace"] = "add"
+    """Whether a finite fill is added to the score (the score keeps its gradient) or takes its place.  Only the
+    gradient of a row that is masked as a whole depends on it; an infinite fill replaces."""
     empty_rows: EmptyRows = "never"
     sink: int | None = None
     """Capture ``[Hq]``: learned logit that takes part in the softmax but has no value row."""
@@ -146,7 +149,8 @@ class Attention:
         data: dict[str, Any] = {
             "format": FORMAT, "heads": [self.q_heads, self.kv_heads], "dims": [self.head_dim, self.head_dim_v],
             "dtype": self.dtype, "scale": repr(self.scale), "score": ex.to_json(self.score),
-            "mask": [_atom_json(a) for a in self.mask], "fill": repr(self.fill), "empty": self.empty_rows,
+            "mask": [_atom_json(a) for a in self.mask], "fill": repr(self.fill), "fill_mode": self.fill_mode,
+            "empty": self.empty_rows,
             "sink": self.sink, "grads": list(self.grads), "layout": self.layout,
         }
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -183,7 +187,7 @@ def _parse(text: str) -> Attention:
         return Attention(
             q_heads=d["heads"][0], kv_heads=d["heads"][1], head_dim=d["dims"][0], head_dim_v=d["dims"][1],
             dtype=d["dtype"], scale=float(d["scale"]), score=ex.from_json(d["score"]),
-            mask=tuple(_atom_from_json(a) for a in d["mask"]), fill=float(d["fill"]), empty_rows=d["empty"],
+            mask=tuple(_atom_from_json(a) for a in d["mask"]), fill=float(d["fill"]), fill_mode=d["fill_mode"], empty_rows=d["empty"],
             sink=d["sink"], grads=tuple(d["grads"]), layout=d["layout"],
         )
     except (KeyError, TypeError, IndexError, json.JSONDecodeError) as e:

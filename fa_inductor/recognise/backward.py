@@ -17,10 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..reasons import Code, Refusal
 from .axes import product, shape_of
-from .block import Block
+from .block import Block, Chain
 from .nodes import CASTS, aten, is_tensor, target, val
 from .numbering import Numbering
+from .operands import Operand
 from .scores import PRODUCTS
+from .softmax import Softmax
 
 NAMES = ("q", "k", "v")
 
@@ -63,11 +65,18 @@ class Joint:
         return Joint(numbering, ids, {n: i for i, n in enumerate(graph.nodes)}, backward, {})
 
 
+def chain_of(block: Block) -> Chain:
+    if block.chain is None:
+        raise ValueError("an SDPA operator has no written-out chain")
+    return block.chain
+
+
 def region_of(block: Block, position: dict[Node, int]) -> Region:
     """The nodes between the sources of q, k, v and the product PV."""
     sources = [block.q.node, block.k.node, block.v.node]
     inside: set[Node] = set()
-    for part in (block.path.members, block.softmax.members, block.values.members, block.values.extra,
+    chain = chain_of(block)
+    for part in (chain.path.members, chain.softmax.members, chain.values.members, chain.values.extra,
                  block.q.chain, block.k.chain, block.v.chain, (block.out,)):
         inside |= {n for n in part if n not in sources}
     grown = True
@@ -95,7 +104,7 @@ def find_backward(block: Block, joint: Joint) -> Backward:
     for variant in _variants(block):
         key = _structure(region, variant)
         if key not in joint.traced:
-            joint.traced[key] = _trace(block, region, variant)
+            joint.traced[key] = _trace(region, _runner(region, variant, chain_of(block).softmax), 3)
         gm = joint.traced[key]
         if gm is None:
             continue
@@ -107,6 +116,28 @@ def find_backward(block: Block, joint: Joint) -> Backward:
     if best is None:
         raise Refusal(Code.BACKWARD)
     return best
+
+
+def gradient_through(operand: Operand, grad: Node, joint: Joint) -> Node:
+    """The gradient of an operand's source, given that of the operand itself.
+
+    Raises:
+        Refusal: it is not in the graph.
+    """
+    nodes = list(reversed(operand.chain))
+    others = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in nodes and i is not operand.node)
+    region = Region([operand.node, *others], nodes, operand.chain[0])
+    raw: Variant = ("raw", None, None)
+    key = _structure(region, raw)
+    if key not in joint.traced:
+        joint.traced[key] = _trace(region, _runner(region, raw, None), 1)
+    gm = joint.traced[key]
+    if gm is not None:
+        ids, output = _number(gm, region, grad, joint)[:2]
+        i = ids.get(output[1]) if isinstance(output[1], Node) else None
+        if i is not None and joint.numbering.first[i] in joint.backward:
+            return joint.numbering.first[i]
+    raise Refusal(Code.BACKWARD, "gradient of an expanded operand")
 
 
 def leftovers(block: Block, region: Region, found: Backward | None, joint: Joint) -> list[Node]:
@@ -125,7 +156,7 @@ def leftovers(block: Block, region: Region, found: Backward | None, joint: Joint
             if n in dead and any(u not in dead and u not in replaced for u in n.users):
                 dead.discard(n)
                 changed = True
-    size = product(shape_of(val(block.path.product)))
+    size = product(shape_of(val(chain_of(block).path.product)))
     return [n for n in todo if n not in dead and is_tensor(n) and product(shape_of(val(n))) == size
             and not _is_source_view(n, block)]
 
@@ -141,16 +172,16 @@ Variant = tuple[str, Node | None, Node | None]
 
 
 def _variants(block: Block) -> Iterable[Variant]:
-    sm = block.softmax
+    sm, values = chain_of(block).softmax, chain_of(block).values
     x, out = sm.x, sm.out
     if sm.shifted:
-        if block.values.safe:
-            yield ("safe", x, next((m for m in block.values.members if target(m) is aten.where.self), None))
+        if values.safe:
+            yield ("safe", x, next((m for m in values.members if target(m) is aten.where.self), None))
         yield ("softmax", x, out)
         if target(x) in CASTS:
             low = val(x.args[0]).dtype
             for user in out.users:
-                if target(user) in CASTS and val(user).dtype == low and user in block.values.members:
+                if target(user) in CASTS and val(user).dtype == low and user in values.members:
                     yield ("softmax", x.args[0], user)
             if val(x).dtype == torch.float32 and low.is_floating_point:
                 yield ("half_to_float", x.args[0], out)
@@ -181,19 +212,18 @@ def _structure(region: Region, variant: Variant) -> Hashable:
             tuple((str(n.target), enc(n.args), tuple((k, enc(v)) for k, v in n.kwargs.items())) for n in region.nodes))
 
 
-def _trace(block: Block, region: Region, variant: Variant) -> GraphModule | None:
-    """Joint graph ``(inputs, tangent) -> (out, dq, dk, dv)`` of the region; None when it cannot be differentiated."""
+def _trace(region: Region, run: Callable[[list[Any]], torch.Tensor], wanted: int) -> GraphModule | None:
+    """Joint graph ``(inputs, tangent) -> (out, gradients of the first inputs)``; None when it has no derivative."""
     from torch._inductor.decomposition import select_decomp_table
 
     out_val = val(region.out)
     fake_mode = getattr(out_val, "fake_mode", None)
-    run = _runner(region, variant, block)
 
     def joint(inputs: list[Any], tangent: torch.Tensor) -> tuple[Any, ...]:
-        leaves = [x.detach().requires_grad_() if i < 3 and isinstance(x, torch.Tensor) else x
+        leaves = [x.detach().requires_grad_() if i < wanted and isinstance(x, torch.Tensor) else x
                   for i, x in enumerate(inputs)]
         out = run(leaves)
-        grads = torch.autograd.grad(out, leaves[:3], tangent, allow_unused=True)
+        grads = torch.autograd.grad(out, leaves[:wanted], tangent, allow_unused=True)
         return (out, *grads)
 
     try:
@@ -205,7 +235,7 @@ def _trace(block: Block, region: Region, variant: Variant) -> GraphModule | None
         return None
 
 
-def _runner(region: Region, variant: Variant, block: Block) -> Callable[[list[Any]], torch.Tensor]:
+def _runner(region: Region, variant: Variant, softmax: Softmax | None) -> Callable[[list[Any]], torch.Tensor]:
     kind, x, result = variant
 
     def run(inputs: list[Any]) -> torch.Tensor:
@@ -218,17 +248,17 @@ def _runner(region: Region, variant: Variant, block: Block) -> Callable[[list[An
                 return type(a)(get(b) for b in a) if isinstance(a, tuple) else [get(b) for b in a]
             return a
 
-        skipped = set() if x is None else set(block.softmax.members) - {result}
+        skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
         for n in region.nodes:
             if n in skipped:
                 continue
-            if n is result and x is not None:
+            if softmax is not None and n is result and x is not None:
                 if kind == "half_to_float":
-                    env[n] = aten._softmax.default(env[x], block.softmax.dim, True)
+                    env[n] = aten._softmax.default(env[x], softmax.dim, True)
                 elif kind == "safe":
-                    env[n] = aten._safe_softmax.default(env[x], block.softmax.dim)
+                    env[n] = aten._safe_softmax.default(env[x], softmax.dim)
                 else:
-                    env[n] = aten._softmax.default(env[x], block.softmax.dim, False)
+                    env[n] = aten._softmax.default(env[x], softmax.dim, False)
             elif n.target in CASTS:
                 env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
             else:
@@ -246,19 +276,9 @@ def _match(gm: GraphModule, region: Region, joint: Joint) -> Backward | None:
     tangent = inputs[-1]
     start: dict[Node, int | None] = {p: joint.ids[r] for p, r in zip(inputs, region.inputs, strict=False)}
     start.pop(tangent, None)
-    output = nodes[-1].args[0]
     best: Backward | None = None
     for candidate in _tangents(nodes, tangent, start, joint):
-        ids = dict(start)
-        ids[tangent] = joint.ids[candidate]
-        members: set[Node] = set()
-        for n in nodes:
-            if n.op != "call_function":
-                continue
-            i = joint.numbering.lookup(n, ids.get)
-            ids[n] = i
-            if i is not None:
-                members.update(m for m in joint.numbering.all[i] if m in joint.backward)
+        ids, output, members = _number(gm, region, candidate, joint)
         grads: dict[str, Node] = {}
         for name, g in zip(NAMES, output[1:4], strict=True):
             i = ids.get(g) if isinstance(g, Node) else None
@@ -271,6 +291,22 @@ def _match(gm: GraphModule, region: Region, joint: Joint) -> Backward | None:
             members -= {m for m in joint.numbering.all[joint.ids[candidate]]}
             best = Backward(candidate, grads, members)
     return best
+
+
+def _number(gm: GraphModule, region: Region, candidate: Node, joint: Joint
+            ) -> tuple[dict[Node, int | None], tuple[Any, ...], set[Node]]:
+    """Numbers of the traced nodes when the tangent is ``candidate``; the traced outputs; the real nodes met."""
+    nodes = list(gm.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    ids: dict[Node, int | None] = {p: joint.ids[r] for p, r in zip(inputs, region.inputs, strict=False)}
+    ids[inputs[-1]] = joint.ids[candidate]
+    members: set[Node] = set()
+    for n in nodes:
+        if n.op == "call_function":
+            i = ids[n] = joint.numbering.lookup(n, ids.get)
+            if i is not None:
+                members.update(m for m in joint.numbering.all[i] if m in joint.backward)
+    return ids, tuple(nodes[-1].args[0]), members
 
 
 def _tangents(nodes: list[Node], tangent: Node, start: dict[Node, int | None], joint: Joint) -> Iterable[Node]:

@@ -2,28 +2,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import sympy
 from torch.fx import Node
 
+from ..prove.values import AXES
 from ..reasons import Code, Refusal
-from .axes import Axis, AxesError, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
-from .nodes import aten, target, val
+from .axes import Axis, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
+from .nodes import val
 from .operands import Operand, trace_operand
-from .scores import ScorePath, find_scores
+from .scores import ScorePath, Step, find_scores
 from .softmax import Softmax
 from .values import ValuePath, find_values
 
-B, H, Q, K = (sympy.Symbol(n, integer=True, nonnegative=True) for n in "bhqk")
+B, H, Q, K = AXES
 
 
 @dataclass
-class Block:
-    """A softmax between two matrix products, before its score program and masks are understood."""
+class Chain:
+    """A softmax between two matrix products."""
 
     softmax: Softmax
     path: ScorePath
     values: ValuePath
+
+
+@dataclass
+class Block:
+    """An attention whose axes are known and whose score program and masks are not understood yet."""
+
+    kind: Literal["softmax", "sdpa"]
+    anchor: Node
+    """The softmax's result or the SDPA operator: where the report points to."""
+    steps: list[Step]
+    """What happens to the score between QK^T and the softmax, innermost first."""
+    scale: float
+    """Factor of QK^T that is known before ``steps``: from Q, from K, or the SDPA operator's argument."""
+    safe: bool
+    """Rows whose scores are all -inf give zero, as PyTorch SDPA does, and not NaN."""
     q: Operand
     k: Operand
     v: Operand
@@ -36,6 +53,8 @@ class Block:
     dv_axes: Group
     out: Node
     out_dims: Dims
+    chain: Chain | None = None
+    """The nodes of an attention that is written out; None for an SDPA operator."""
 
     @property
     def heads(self) -> Group:
@@ -119,8 +138,6 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Bl
     q_node, q_dims, k_node, k_dims = ((path.product.args[0], left, path.product.args[1], right) if keys_last else
                                       (path.product.args[1], right, path.product.args[0], left))
     rows = path.product_dims[-2] if keys_last else path.product_dims[-1]
-    q = trace_operand(q_node, q_dims, scales=True)
-    k = trace_operand(k_node, k_dims, scales=True)
 
     pv = values.product
     p_shape = shape_of(val(pv))
@@ -129,12 +146,16 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Bl
     n = values.p_dims[:-2]
     if values.position == 0:
         out_rows = values.p_dims[-2]
-        v = trace_operand(pv.args[1], (*n, values.p_dims[-1], dv_top), scales=False)
+        v = trace_operand(pv.args[1], (*n, values.p_dims[-1], dv_top), scales=False, casts=False)
         out_dims: Dims = (*n, out_rows, dv_top)
     else:
         out_rows = values.p_dims[-1]
-        v = trace_operand(pv.args[0], (*n, dv_top, values.p_dims[-2]), scales=False)
+        v = trace_operand(pv.args[0], (*n, dv_top, values.p_dims[-2]), scales=False, casts=False)
         out_dims = (*n, dv_top, out_rows)
+
+    q, k = (trace_operand(n_, d_, scales=True) for n_, d_ in ((q_node, q_dims), (k_node, k_dims)))
+    if not val(q.node).dtype == val(k.node).dtype == val(v.node).dtype:
+        q, k = (trace_operand(n_, d_, scales=True, casts=False) for n_, d_ in ((q_node, q_dims), (k_node, k_dims)))
 
     order = [a for i, g in enumerate(dims) if i != sm.dim for a in resolve(g)]
     row_axes = [a for a in order if a in set(resolve(rows)) and a in set(resolve(out_rows))]
@@ -143,9 +164,12 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Bl
     shared = [a for a in rest if k.depends(a) or v.depends(a)]
     group = tuple(a for a in rest if a not in shared)
     batch, kv = _split_heads(shared, q)
-    block = Block(sm, path, values, q, k, v, tuple(batch), tuple(kv), group, q_axes, resolve(k_top),
-                  resolve(d_top), resolve(dv_top), pv, out_dims)
-    _check(block, dims)
+    block = Block("softmax", sm.out, path.steps, q.scale * k.scale, values.safe, q, k, v, tuple(batch), tuple(kv),
+                  group, q_axes, resolve(k_top), resolve(d_top), resolve(dv_top), pv, out_dims,
+                  Chain(sm, path, values))
+    check(block, dims)
+    if set(_leaves(path.product_dims)) != set(_leaves(dims)):
+        raise Refusal(Code.CONTRACTION)
     return block
 
 
@@ -184,7 +208,7 @@ def _leaves(dims: Dims) -> list[Axis]:
     return [a for g in resolve_dims(dims) for a in g]
 
 
-def _check(b: Block, dims: Dims) -> None:
+def check(b: Block, dims: Dims) -> None:
     """Each axis is where softmax(QK^T)V needs it, once; sizes of heads and head dims are static."""
     batch, heads = set(resolve(b.batch)), set(b.heads)
     qs, ks, ds, es = set(resolve(b.q_axes)), set(resolve(b.k_axes)), set(resolve(b.d_axes)), set(resolve(b.dv_axes))
@@ -197,10 +221,8 @@ def _check(b: Block, dims: Dims) -> None:
         have = _leaves(op.dims)
         if len(have) != len(set(have)) or not need <= set(have) <= may:
             raise Refusal(Code.CONTRACTION)
-    for got in (_leaves(b.out_dims), ):
-        if len(got) != len(set(got)) or set(got) != batch | heads | qs | es:
-            raise Refusal(Code.CONTRACTION)
-    if set(_leaves(b.path.product_dims)) != everything:
+    got = _leaves(b.out_dims)
+    if len(got) != len(set(got)) or set(got) != batch | heads | qs | es:
         raise Refusal(Code.CONTRACTION)
     for name, g in (("heads", b.heads), ("head dim", b.d_axes), ("value dim", b.dv_axes)):
         if not isinstance(group_size(resolve(g)), int):
@@ -210,6 +232,3 @@ def _check(b: Block, dims: Dims) -> None:
 def sizes(b: Block) -> tuple[Size, Size, Size, Size]:
     """(B, Hq, Sq, Sk)"""
     return tuple(group_size(resolve(g)) for g in b.s_dims())  # type: ignore[return-value]
-
-
-__all__ = ["AxesError", "B", "Block", "H", "K", "Q", "aten", "build_block", "sizes", "target"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .axes import Axis, AxesError, Dims, resolve, resolve_dims
+from .axes import AxesError, Axis, Dims, resolve, resolve_dims
 from .nodes import COPIES, arg, aten, constant, is_tensor, is_widening, pull, target
 
 
@@ -38,11 +38,12 @@ def _scaled(node: Node) -> tuple[Node, float] | None:
     return None
 
 
-def trace_operand(node: Node, dims: Dims, *, scales: bool) -> Operand:
+def trace_operand(node: Node, dims: Dims, *, scales: bool, casts: bool = True) -> Operand:
     """Walk up from a matrix operand as far as only rearrangement, widening and (for Q and K) scaling happens.
 
     The node returned is the shallowest one from which everything below is a free view, preferring one whose
-    dimensions are single axes; ``scales`` allows constant factors, which belong to the score's scale.
+    dimensions are single axes; ``scales`` allows constant factors, which belong to the score's scale,
+    ``casts`` casts that keep every value.
     """
     scale = 1.0
     stretch: list[tuple[Node, Dims, float]] = [(node, dims, scale)]
@@ -58,7 +59,7 @@ def trace_operand(node: Node, dims: Dims, *, scales: bool) -> Operand:
             costs = target(node) in COPIES or (target(node) is aten.expand.default and step[1] != dims)
             if target(node) is aten.expand.default and resolve_dims(step[1]) != resolve_dims(dims):
                 costs = True
-        elif is_widening(node):
+        elif casts and is_widening(node):
             step, costs = (node.args[0], dims), True
         elif scales and (s := _scaled(node)) is not None:
             from .axes import broadcast_operand, shape_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..reasons import Code, Refusal
-from .axes import Axis, AxesError, Dims, broadcast_operand, resolve, shape_of
+from .axes import AxesError, Axis, Dims, broadcast_operand, resolve, shape_of
 from .nodes import CASTS, VIEWS, aten, is_tensor, pull, target, val
 from .softmax import row_max_of
 
@@ -28,12 +28,16 @@ POINTWISE: dict[object, str] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One pointwise operation on the score; ``position`` is the operand that the score comes in by."""
+    """One pointwise operation on the score; ``position`` is the operand that the score comes in by.
+
+    An SDPA operator's own arguments are steps too: ``causal`` (top-left), and ``bias`` with ``operand`` added.
+    """
 
     node: Node
     name: str
     position: int
     dims: Dims
+    operand: Node | None = None
 
 
 @dataclass

@@ -1,0 +1,187 @@
+"""One joint graph, start to end: recognise, prove, guard, rewrite, report."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.fx import Graph, Node
+
+from . import guards
+from .kernels.expr import SCORE
+from .options import options
+from .prove import Context, Evaluator, Materialiser
+from .reasons import Code, Reason, Refusal
+from .recognise.backward import Backward, Joint, find_backward, leftovers, region_of
+from .recognise.block import Block, build_block, sizes
+from .recognise.direction import backward_nodes
+from .recognise.nodes import val
+from .recognise.program import Program, Reader
+from .recognise.sdpa import build_sdpa_block, find_sdpa, find_sdpa_backward
+from .recognise.softmax import Softmax, find_softmaxes
+from .recognise.source import source_of
+from .report import Block as BlockReport
+from .report import GraphReport, graph_id
+from .rewrite.apply import Inputs, Rewriter
+
+log = logging.getLogger(__name__)
+_rewrites = 0
+
+
+@dataclass
+class _Plan:
+    """One anchor and what became of it."""
+
+    anchor: Node
+    kind: Literal["softmax", "sdpa"]
+    source: str
+    block: Block | None = None
+    backward: Backward | None = None
+    program: Program | None = None
+    backend: str = ""
+    reason: Reason | None = None
+
+    @property
+    def accepted(self) -> bool:
+        return self.program is not None and self.reason is None
+
+
+class _Run:
+    """The state of one pass over one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.backward = backward_nodes(graph)
+        self.position = {n: i for i, n in enumerate(graph.nodes)}
+        self.accepted = 0
+        self._joint: Joint | None = None
+        self._evaluators: dict[tuple[str, ...], tuple[Evaluator, Materialiser]] = {}
+
+    @property
+    def joint(self) -> Joint:
+        if self._joint is None:
+            self._joint = Joint.of(self.graph, self.backward)
+        return self._joint
+
+    def anchors(self) -> Iterator[Softmax | Node]:
+        found: list[tuple[int, Softmax | Node]] = [
+            (self.position[s.out], s) for s in find_softmaxes(self.graph, self.backward)]
+        found += [(self.position[n], n) for n in find_sdpa(self.graph, self.backward)]
+        yield from (a for _, a in sorted(found, key=lambda x: x[0]))
+
+    def prover(self, block: Block) -> tuple[Evaluator, Materialiser]:
+        """One evaluator for all blocks with scores of this shape, so that a shared mask is proved once."""
+        b, h, q, k = sizes(block)
+        key = tuple(map(str, (b, h, q, k)))
+        if key not in self._evaluators:
+            ev = Evaluator(Context(b, h, q, k))
+            self._evaluators[key] = ev, Materialiser(self.graph, block.out, ev)
+        ev, mat = self._evaluators[key]
+        return ev, mat.before(block.out)
+
+    # -- one block -----------------------------------------------------------------------------------------------------
+
+    def plan(self, anchor: Softmax | Node) -> _Plan | None:
+        """None when the anchor is a softmax with no attention around it."""
+        node = anchor.out if isinstance(anchor, Softmax) else anchor
+        plan = _Plan(node, "softmax" if isinstance(anchor, Softmax) else "sdpa", source_of(node))
+        try:
+            if isinstance(anchor, Softmax):
+                plan.block = build_block(anchor, self.backward)
+                if plan.block is None:
+                    return None
+                self._pair(plan.block, plan)
+            else:
+                plan.block = build_sdpa_block(anchor)
+                plan.backward = find_sdpa_backward(plan.block, self.joint) if self.backward else None
+            self._record(plan)
+        except Refusal as r:
+            plan.reason = r.reason
+        except Exception as e:
+            log.warning("an attention block could not be analysed and was left alone", exc_info=True)
+            plan.reason = Reason(Code.INTERNAL, f"{type(e).__name__}: {e}")
+        return plan
+
+    def _pair(self, block: Block, plan: _Plan) -> None:
+        """Find the backward of a written-out attention; nothing of score size may stay alive."""
+        if not self.backward:
+            region = region_of(block, self.position)
+            joint = self.joint
+            left = leftovers(block, region, None, joint)
+        else:
+            joint = self.joint
+            region = region_of(block, self.position)
+            plan.backward = find_backward(block, joint) if self._differentiated(region.nodes) else None
+            left = leftovers(block, region, plan.backward, joint)
+        if left:
+            forward = [n for n in left if n not in self.backward]
+            if forward and any(u not in self.backward for n in forward for u in n.users if u not in region.nodes):
+                raise Refusal(Code.SCORE_USED, f"{forward[0].name}")
+            raise Refusal(Code.BACKWARD, f"{left[0].name} stays in use")
+
+    def _differentiated(self, nodes: list[Node]) -> bool:
+        """Whether any gradient passes through the block (a frozen encoder in a trained model has none)."""
+        return any(u in self.backward for n in nodes for u in n.users)
+
+    def _record(self, plan: _Plan) -> None:
+        """Read the score program, then ask the guards; a bias is tried as a program first, then as a tensor."""
+        block = plan.block
+        assert block is not None
+        reason = guards.tensors(*(val(o.node) for o in (block.q, block.k, block.v)))
+        if reason is not None:
+            plan.reason = reason
+            return
+        for tensors in (False, True):
+            ev, mat = self.prover(block)
+            plan.program = Reader(block, ev, mat, tensors).read()
+            plan.backend, plan.reason = guards.choose(plan.program.record, self._site(block, plan))
+            score = plan.program.record.score
+            if plan.reason is None or score == SCORE or plan.program.record.bias() is not None:
+                break
+        if plan.reason is None and options.max_rewrites is not None:
+            if _rewrites + self.accepted >= options.max_rewrites:
+                plan.reason = Reason(Code.LIMIT)
+        self.accepted += plan.reason is None
+
+    def _site(self, block: Block, plan: _Plan) -> guards.Site:
+        device = val(block.q.node).device
+        b, _, q, k = sizes(block)
+        known = tuple(x if isinstance(x, int) else None for x in (b, q, k))
+        return guards.Site(device, options.resolved_target(device), plan.backward is not None, known)  # type: ignore[arg-type]
+
+
+def run(graph: Graph) -> GraphReport:
+    """Rewrite every attention block of a joint graph that may be rewritten.
+
+    Edits ``graph`` in place.  Never raises for what it finds in the graph: a block that cannot be understood is
+    left alone, with its reason in the report.
+    """
+    global _rewrites
+    key = graph_id(graph)
+    state = _Run(graph)
+    plans = [p for p in map(state.plan, state.anchors()) if p is not None]
+    rewriter = Rewriter(graph)
+    reports: list[BlockReport] = []
+    for i, plan in enumerate(plans):
+        if plan.accepted:
+            assert plan.block is not None and plan.program is not None
+            inputs = Inputs(list(map(rewriter.now, plan.program.captures)),
+                            [rewriter.now(n) if isinstance(n, Node) else n for n in plan.program.ints])
+            block_id = f"{key}#{i}"
+            out, lse, qkv = rewriter.forward(plan.block, plan.program.record, inputs, block_id)
+            if plan.backward is not None:
+                rewriter.backward(plan.block, plan.program.record, inputs, block_id, plan.backward, out, lse, qkv)
+            _rewrites += 1
+        reports.append(_report(plan))
+    if plans:
+        graph.eliminate_dead_code()
+    return GraphReport(key, tuple(reports))
+
+
+def _report(plan: _Plan) -> BlockReport:
+    words = plan.program.record.describe() if plan.program is not None else ""
+    if plan.accepted:
+        return BlockReport(plan.source, plan.kind, words, "rewritten", plan.backend,
+                           training=plan.backward is not None)
+    return BlockReport(plan.source, plan.kind, words, "refused", "", plan.reason or Reason(Code.INTERNAL))

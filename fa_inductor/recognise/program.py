@@ -1,0 +1,352 @@
+"""From the steps between QK^T and the softmax to a record: scale, score program, mask, what an empty row gives."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+
+from ..guards import NAMES
+from ..kernels import expr as ex
+from ..kernels.expr import SCORE, Expr
+from ..kernels.record import Attention
+from ..prove import (
+    AXES,
+    MASK_THRESHOLD,
+    AdditiveProof,
+    Evaluator,
+    MaskProof,
+    Materialiser,
+    Undecided,
+    conjoin,
+    prove_additive,
+    prove_boolean,
+    to_program,
+    to_record,
+)
+from ..prove.values import FALSE, Poly
+from ..reasons import Code, Refusal
+from .axes import AxesError, Dims, broadcast_operand, group_size, resolve, shape_of
+from .block import Block
+from .nodes import arg, aten, constant, is_tensor, val
+from .scores import Step
+
+_UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
+_NEVER_REACHED = -1e30
+"""A lower clamp at or below it leaves every score alone that is not masked."""
+_ABSORBS = 2.0**14
+"""An added fill makes a whole row uniform only if rounding to the fill swallows scores up to this size."""
+
+
+@dataclass
+class _Mask:
+    proof: MaskProof
+    fills: tuple[float, ...]
+    mode: Literal["add", "replace"]
+
+
+@dataclass
+class Program:
+    """What the steps of a block come to; captures and integers are graph nodes in the operator's order."""
+
+    record: Attention
+    captures: list[Node]
+    ints: list[Any]
+    notes: list[str] = field(default_factory=list)
+
+
+class Reader:
+    """Reads the steps of one block.
+
+    Args:
+        tensors: keep a bias as the tensor that the user's graph has, even where a score program could compute it.
+    """
+
+    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool) -> None:
+        self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
+        self.scale = block.scale
+        self.expr = SCORE
+        self.masks: list[_Mask] = []
+        self.captures: list[Node] = []
+        self.ints: list[Any] = []
+
+    def read(self) -> Program:
+        """
+        Raises:
+            Refusal: a step has no place in a record.
+        """
+        for step in self.block.steps:
+            try:
+                getattr(self, f"_{step.name}", self._unary)(step)
+            except (Undecided, AxesError) as e:
+                raise Refusal(Code.SCORE_OP, f"{step.node.name}: {e}") from e
+        if not math.isfinite(self.scale):
+            raise Refusal(Code.SCALE)
+        return self._finish()
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+
+    def _dims(self, step: Step, node: Node) -> Dims:
+        return broadcast_operand(step.dims, shape_of(val(node)), _full(step))
+
+    def _index(self, step: Step, node: Node) -> tuple[Any, ...]:
+        return tuple(self.block.index(resolve(g)) if g else 0 for g in self._dims(step, node))
+
+    def _other(self, step: Step) -> Any:
+        return step.operand if step.operand is not None else step.node.args[1 - step.position]
+
+    def _load(self, step: Step, node: Node) -> Expr:
+        """The operand as a capture, broadcast to the scores, in float32."""
+        value = self.ev.trees.convert(self.ev.value(node, self._index(step, node)), val(node).dtype, val(node).dtype)
+        return self._capture(self.mat.tensor(value) if isinstance(value, Poly) else self.mat.tree(value, True))
+
+    def _capture(self, node: Node) -> Expr:
+        if node not in self.captures:
+            self.captures.append(node)
+        return Expr("cast", (ex.load(self.captures.index(node)), "float32"))
+
+    def _no_mask_yet(self, step: Step) -> None:
+        if self.masks:
+            raise Refusal(Code.SCORE_OP, f"{step.name} after a mask")
+
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
+    def _cast(self, step: Step) -> None:
+        # Scores stay in float32 from QK^T to the softmax, so a rounding in between is left out; a fill is rounded.
+        self._map_fills(lambda f: _round(f, val(step.node).dtype))
+
+    def _map_fills(self, f: Any) -> None:
+        for m in self.masks:
+            m.fills = tuple(dict.fromkeys(f(x) for x in m.fills))
+
+    def _mul(self, step: Step) -> None:
+        other = self._other(step)
+        c = constant(other)
+        if c is None:
+            if not is_tensor(other) or not val(other).dtype.is_floating_point:
+                raise Refusal(Code.INTEGER if is_tensor(other) else Code.SCALE, f"{step.node.name}")
+            self._no_mask_yet(step)
+            self.expr = Expr("mul", (self.expr, self._load(step, other)))
+            return
+        self._multiply(step, float(c))
+
+    def _multiply(self, step: Step, c: float) -> None:
+        if not math.isfinite(c):
+            raise Refusal(Code.SCALE, f"{c}")
+        if self.masks and c <= 0:
+            raise Refusal(Code.MASK_FILL, "a mask is multiplied by a factor that is not positive")
+        dtype = val(step.node).dtype
+        self._map_fills(lambda f: _round(f * c, dtype))
+        if any(f > MASK_THRESHOLD for m in self.masks for f in m.fills):
+            raise Refusal(Code.MASK_FILL, "a mask is scaled to a small value")
+        if self.expr == SCORE:
+            self.scale *= c
+        else:
+            self.expr = Expr("mul", (self.expr, ex.const(c)))
+
+    def _div(self, step: Step) -> None:
+        other = self._other(step)
+        c = constant(other)
+        if step.node.kwargs.get("rounding_mode") or step.position != 0:
+            raise Refusal(Code.SCORE_OP, "division")
+        if c is None:
+            if not is_tensor(other) or not val(other).dtype.is_floating_point:
+                raise Refusal(Code.SCALE, step.node.name)
+            self._no_mask_yet(step)
+            self.expr = Expr("div", (self.expr, self._load(step, other)))
+            return
+        if c == 0:
+            raise Refusal(Code.SCALE, "division by zero")
+        self._multiply(step, 1.0 / float(c))
+
+    def _neg(self, step: Step) -> None:
+        self._no_mask_yet(step)
+        if self.expr == SCORE:
+            self.scale = -self.scale
+        else:
+            self.expr = Expr("neg", (self.expr,))
+
+    def _unary(self, step: Step) -> None:
+        if step.name not in _UNARY:
+            raise Refusal(Code.SCORE_OP, step.name)
+        self._no_mask_yet(step)
+        self.expr = Expr(step.name, (self.expr,))
+
+    def _maximum(self, step: Step) -> None:
+        c = constant(step.node.args[1 - step.position] if step.position == 0 else step.node.args[0])
+        if c is None:
+            raise Refusal(Code.SCORE_OP, "maximum with a tensor")
+        if c <= _NEVER_REACHED or (val(step.node).dtype == torch.float16 and c <= torch.finfo(torch.float16).min):
+            self._map_fills(lambda f: max(f, float(c)))
+            return
+        self._no_mask_yet(step)
+        self.expr = Expr("maximum", (self.expr, ex.const(float(c))))
+
+    def _minimum(self, step: Step) -> None:
+        c = constant(step.node.args[1 - step.position] if step.position == 0 else step.node.args[0])
+        if c is None:
+            raise Refusal(Code.SCORE_OP, "minimum with a tensor")
+        self._no_mask_yet(step)
+        self.expr = Expr("minimum", (self.expr, ex.const(float(c))))
+
+    def _bias(self, step: Step) -> None:
+        self._add_operand(step, self._other(step), 1.0)
+
+    def _add(self, step: Step) -> None:
+        alpha = arg(step.node, 2, "alpha", 1)
+        if step.position == 1:
+            if alpha != 1:
+                raise Refusal(Code.SCORE_OP, f"the scores are added with alpha={alpha}")
+        self._add_operand(step, self._other(step), float(alpha) if step.position == 0 else 1.0)
+
+    def _sub(self, step: Step) -> None:
+        alpha = float(arg(step.node, 2, "alpha", 1))
+        if step.position == 1:
+            if alpha != 1:
+                raise Refusal(Code.SCORE_OP, f"the scores are subtracted with alpha={alpha}")
+            self._neg(step)
+            self._add_operand(step, self._other(step), 1.0)
+            return
+        if _is_row_max_of_keys(step, self.block):
+            return
+        self._add_operand(step, self._other(step), -alpha)
+
+    def _add_operand(self, step: Step, other: Any, factor: float) -> None:
+        c = constant(other)
+        if c is not None:
+            c = float(c) * factor
+            if not math.isfinite(c):
+                raise Refusal(Code.MASK_FILL, f"{c} is added to every score")
+            if c != 0.0:
+                self.expr = Expr("add", (self.expr, ex.const(c)))
+            return
+        if not is_tensor(other):
+            raise Refusal(Code.SCORE_OP, f"{step.node.name} adds a value that is not known")
+        if factor != 1.0:
+            other = self.mat.before(self.block.out).call(aten.mul.Tensor, other, factor)
+        dtype = val(step.node).dtype if step.name != "bias" else None
+        proof = prove_additive(self.ev, other, self._index(step, other), dtype)
+        if not proof.always_true and self._is_mask(proof, dtype or val(other).dtype):
+            self.masks.append(_Mask(proof, proof.fills, "add"))
+            if proof.residual is not None:
+                self._add_residual(proof.residual)
+        elif not proof.always_true:
+            self.expr = Expr("add", (self.expr, self._load(step, other)))  # exact, as a bias
+        elif proof.residual is not None:
+            self._add_residual(proof.residual)
+
+    def _is_mask(self, proof: AdditiveProof, dtype: torch.dtype) -> bool:
+        """Whether the masked positions may be left out of the softmax with nothing changed."""
+        if conjoin(self.ev, [m.proof for m in self.masks] + [proof]).nonempty:
+            return True
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        return all(math.isinf(f) or abs(f) * eps / 2 >= _ABSORBS for f in proof.fills)
+
+    def _add_residual(self, tree: Any) -> None:
+        if not self.tensors:
+            captures, ints = list(self.captures), list(self.ints)
+            try:
+                program = to_program(tree, self.mat, captures, ints)
+            except Undecided:
+                pass
+            else:
+                self.captures, self.ints = captures, ints
+                if program.op == "load":
+                    program = Expr("cast", (program, "float32"))
+                self.expr = Expr("add", (self.expr, program))
+                return
+        self.expr = Expr("add", (self.expr, self._capture(self.mat.tree(tree, True))))
+
+    def _where(self, step: Step) -> None:
+        cond = step.node.args[0]
+        if step.position == 0:
+            raise Refusal(Code.SCORE_OP, "the scores decide a where")
+        self._select(step, cond, step.node.args[3 - step.position], attend=step.position == 1)
+
+    def _masked_fill(self, step: Step) -> None:
+        self._select(step, step.node.args[1], step.node.args[2], attend=False)
+
+    def _select(self, step: Step, cond: Any, other: Any, *, attend: bool) -> None:
+        """The score where ``cond`` is ``attend``, the constant ``other`` elsewhere."""
+        fill = constant(other)
+        if fill is None or not is_tensor(cond):
+            raise Refusal(Code.SCORE_OP, "where between the scores and a tensor")
+        fill = _round(float(fill), val(step.node).dtype)
+        proof = prove_boolean(self.ev, cond, self._index(step, cond))
+        if not attend:
+            proof = self._proof(self.ev.facts.not_(proof.pred))
+        if fill <= MASK_THRESHOLD:
+            if not proof.always_true:
+                self.masks.append(_Mask(proof, (fill,), "replace"))
+            return
+        if math.isnan(fill) or math.isinf(fill):
+            raise Refusal(Code.MASK_FILL, f"{fill}")
+        self._no_mask_yet(step)
+        if proof.always_true:
+            return
+        node = self.mat.pred(proof.pred)
+        if node not in self.captures:
+            self.captures.append(node)
+        self.expr = Expr("where", (ex.load(self.captures.index(node)), self.expr, ex.const(fill)))
+
+    def _causal(self, step: Step) -> None:
+        q, k = (Poly.of(a) for a in AXES[2:])
+        self.masks.append(_Mask(self._proof(self.ev.facts.cmp("ge", q - k)), (float("-inf"),), "replace"))
+
+    def _proof(self, pred: Any) -> MaskProof:
+        return conjoin(self.ev, [MaskProof((), pred, False)])
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Program:
+        b = self.block
+        fill, mode, empty = float("-inf"), "replace", "never"
+        atoms: tuple[Any, ...] = ()
+        if self.masks:
+            proof = conjoin(self.ev, [m.proof for m in self.masks])
+            if proof.pred == FALSE:
+                raise Refusal(Code.EMPTY_ROWS, "every key is masked")
+            fills = {f for m in self.masks for f in m.fills}
+            if not proof.nonempty:
+                fill, mode, empty = self._empty(fills)
+            atoms, self.captures, self.ints = to_record(proof.atoms, self.mat, self.captures, self.ints)
+        sizes = [group_size(resolve(g)) for g in (b.heads, b.kv_heads, b.d_axes, b.dv_axes)]
+        record = Attention(
+            q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
+            dtype=NAMES[val(b.v.node).dtype], scale=self.scale, score=self.expr, mask=atoms, fill=fill,
+            fill_mode=mode, empty_rows=empty)  # type: ignore[arg-type]
+        return Program(record, self.captures, self.ints)
+
+    def _empty(self, fills: set[float]) -> tuple[float, str, str]:
+        """(fill, fill mode, empty rows) when a row may be masked as a whole."""
+        if fills == {float("-inf")}:
+            return float("-inf"), "replace", "zero" if self.block.safe else "nan"
+        modes = {m.mode for m in self.masks}
+        one = len(fills) == 1 and (modes == {"replace"} or len(self.masks) == 1)
+        if not one:
+            raise Refusal(Code.MASK_FILL, ", ".join(f"{f:g}" for f in sorted(fills)))
+        return fills.pop(), modes.pop(), "mean"
+
+
+def _full(step: Step) -> Any:
+    if step.name == "bias":
+        return tuple(group_size(resolve(g)) for g in step.dims)
+    return shape_of(val(step.node))
+
+
+def _round(x: float, dtype: torch.dtype) -> float:
+    with unset_fake_temporarily():
+        return float(torch.tensor(x, dtype=torch.float64).to(dtype).item())
+
+
+def _is_row_max_of_keys(step: Step, block: Block) -> bool:
+    from .softmax import row_max_of
+
+    m = row_max_of(step.node.args[1])
+    if m is None:
+        return False
+    dims = step.dims if val(m[0]).dim() == len(step.dims) else None
+    return dims is not None and set(resolve(dims[m[1]])) == set(resolve(block.k_axes)) and m[0] is step.node.args[0]

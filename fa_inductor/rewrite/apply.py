@@ -1,0 +1,166 @@
+"""Replace one understood block by our operators: the forward, and in training the backward that belongs to it."""
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..kernels.record import Attention
+from ..recognise.axes import Dims, resolve_dims
+from ..recognise.backward import Backward
+from ..recognise.block import Block
+from ..recognise.nodes import VIEWS, aten, push, target, val
+from ..recognise.operands import Operand, trace_operand
+from .emit import Emitter
+
+
+@dataclass
+class Inputs:
+    """The operator's inputs besides Q, K and V."""
+
+    captures: list[Node]
+    ints: list[Node | int]
+
+
+class Rewriter:
+    """Applies rewrites to one graph and remembers what replaced what."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._replaced: dict[Node, Node] = {}
+        self._position = {n: i for i, n in enumerate(graph.nodes)}
+
+    def now(self, node: Node) -> Node:
+        """The node that stands for ``node`` after the rewrites so far."""
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def forward(self, block: Block, record: Attention, inputs: Inputs, block_id: str) -> tuple[Node, Node, list[Node]]:
+        """Insert the forward operator and replace the block's output.
+
+        Returns:
+            out, lse and [q, k, v] as given to the operator.
+        """
+        from ..ops import attention, pin_strides
+
+        at = self.now(block.out) if block.out.graph is self.graph else block.out
+        em = Emitter(self.graph, at, block.anchor)
+        qkv = [self._operand(em, o, d) for o, d in
+               ((block.q, block.q_dims()), (block.k, block.k_dims()), (block.v, block.v_dims()))]
+        first: tuple[str, ...] = ("bshd", "bhsd")
+        if any(u.op == "output" for u in block.out.users):
+            first = ("bhsd", "bshd")
+        for layout, copy in ((first[0], False), (first[1], False), (first[0], True)):
+            trial = Emitter(self.graph, at, block.anchor)
+            laid = record.with_(layout=layout)
+            op = trial.call(attention, *qkv, list(inputs.captures), list(inputs.ints), laid.to_string(), block_id)
+            pin_strides(op)
+            out = trial.call(operator.getitem, op, 0)
+            lse = trial.call(operator.getitem, op, 1)
+            placed = self._place(out, block.o_dims(), block.out, block.out_dims, copy, trial)
+            if placed is not None:
+                for old, new in placed:
+                    self._replace(old, new)
+                return out, lse, qkv
+            trial.undo()
+        raise AssertionError("a copy can always be placed")
+
+    def backward(self, block: Block, record: Attention, inputs: Inputs, block_id: str, found: Backward,
+                 out: Node, lse: Node, qkv: Sequence[Node]) -> None:
+        """Insert the backward operator and replace the gradients that were found."""
+        from ..ops import attention_backward, pin_strides
+
+        grads = {name: self.now(g) for name, g in found.grads.items()}
+        at = min(grads.values(), key=lambda n: self._position.get(n, 0))
+        em = Emitter(self.graph, at, found.tangent)
+        tangent = trace_operand(self.now(found.tangent), block.out_dims, scales=False, casts=False)
+        dout = em.arrange(tangent.node, tangent.dims, block.o_dims(), sizes=(qkv[0], block.q_dims()))
+        op = em.call(attention_backward, dout, *qkv, out, lse, list(inputs.captures), list(inputs.ints),
+                     record.with_(layout=_layout(out)).to_string(), block_id)
+        pin_strides(op)
+        for i, (name, operand, dims) in enumerate((("q", block.q, block.q_dims()), ("k", block.k, block.k_dims()),
+                                                   ("v", block.v, block.v_dims()))):
+            if name in grads:
+                g = em.call(operator.getitem, op, i)
+                self._replace(grads[name], self._fit(em, g, dims, operand))
+
+    @staticmethod
+    def _fit(em: Emitter, grad: Node, dims: Dims, operand: Operand) -> Node:
+        """The operator's gradient in the shape of the operand's source, summed over what had been broadcast."""
+        have = [a for g in resolve_dims(dims) for a in g]
+        want = {a for g in resolve_dims(operand.dims) for a in g}
+        extra = [a for a in have if a not in want]
+        if extra:
+            split = em.arrange(grad, dims, tuple((a,) for a in have))
+            grad = em.call(aten.sum.dim_IntList, split, [have.index(a) for a in extra])
+            dims = tuple((a,) for a in have if a in want)
+        out = em.arrange(grad, dims, operand.dims)
+        assert out is not None
+        return out
+
+    def _operand(self, em: Emitter, operand: Operand, want: Dims) -> Node:
+        out = em.arrange(self.now(operand.node), operand.dims, want)
+        assert out is not None
+        return out
+
+    def _place(self, out: Node, out_dims: Dims, node: Node, node_dims: Dims, copy: bool,
+               trial: Emitter) -> list[tuple[Node, Node]] | None:
+        """Replacements for ``node``, or for the views that use it, by views of ``out``; None when a copy is needed."""
+        new = trial.arrange(out, out_dims, node_dims, copy=False)
+        if new is not None:
+            return [(node, new)]
+        placed: list[tuple[Node, Node]] = []
+        for user in list(node.users):
+            dims = push(user, node_dims) if target(user) in VIEWS else None
+            if dims is None:
+                placed = []
+                break
+            inner = self._place(out, out_dims, user, dims, copy, trial)
+            if inner is None:
+                placed = []
+                break
+            placed += inner
+        if placed:
+            return placed
+        if not copy:
+            return None
+        new = trial.arrange(out, out_dims, node_dims)
+        assert new is not None
+        return [(node, new)]
+
+    def _replace(self, old: Node, new: Node) -> None:
+        if old is new:
+            return
+        old.replace_all_uses_with(new, delete_user_cb=lambda u: u is not new)
+        self._replaced[old] = new
+        _refresh(new)
+
+
+def _layout(out: Node) -> str:
+    return Attention.from_string(out.args[0].args[5]).layout
+
+
+def _refresh(node: Node) -> None:
+    """Correct the strides that views below a replaced node are said to have; insert a copy where one is now needed."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if target(user) not in VIEWS:
+            continue
+        em = Emitter(user.graph, user, user)
+        args = torch.fx.map_arg(user.args, lambda n: n.meta["val"])
+        mode = getattr(val(user), "fake_mode", None)
+        try:
+            with mode:
+                new = user.target(*args, **user.kwargs)  # type: ignore[operator, misc]
+        except (RuntimeError, ValueError):
+            copy = em.call(aten.clone.default, user.args[0], memory_format=torch.contiguous_format)
+            user.replace_input_with(user.args[0], copy)
+            continue
+        if new.stride() != val(user).stride():
+            user.meta["val"] = new
+            todo.extend(user.users)
