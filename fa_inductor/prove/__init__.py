@@ -7,7 +7,7 @@ Typical use, for one attention block whose scores are ``S[b, h, q, k]``::
     proof = prove_additive(ev, mask_node, (b, 0, q, k))
     atoms, captures, ints = to_record(proof.atoms, Materialiser(graph, scores_node, ev))
 """
-from . import index_ops, pointwise_ops  # noqa: F401  (they register the evaluation rules)
+from . import index_ops, pointwise_ops, scan_ops  # noqa: F401  (they register the evaluation rules)
 from .additive import MASK_THRESHOLD, AdditiveProof, MaskProof, conjoin, prove_additive, prove_boolean
 from .atoms import (
     BandDraft,

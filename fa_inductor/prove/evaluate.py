@@ -63,6 +63,7 @@ class Evaluator:
         sizes = (ctx.batch, ctx.heads, ctx.q_len, ctx.k_len)
         self.facts = Facts(tuple(map(_raw_size, sizes)), {})  # type: ignore[arg-type]
         self.trees = Trees(self.facts)
+        self._guards_read = 0
         for n in sizes:
             self.integer(n)
         self.origins: dict[Tree, tuple[fx.Node, tuple[Poly, ...]]] = {}
@@ -88,6 +89,7 @@ class Evaluator:
                 return Poly.of(int(x))
             env = x.node.shape_env
             if env is not None:
+                self._read_guards(env)
                 for s in x.node.expr.free_symbols:
                     r = env.var_to_range.get(s)
                     if r is not None:
@@ -96,6 +98,22 @@ class Evaluator:
         if isinstance(x, sympy.Expr):
             return self.from_sympy(x)
         raise Undecided
+
+    def _read_guards(self, env: Any) -> None:
+        """Inequalities between sizes that the compiled graph is guarded by, as facts."""
+        if self._guards_read == len(env.guards):
+            return
+        start, self._guards_read = self._guards_read, len(env.guards)
+        for guard in env.guards[start:]:
+            e = guard.expr
+            if not isinstance(e, sympy.Gt | sympy.Ge | sympy.Lt | sympy.Le) or len(e.free_symbols) < 2:
+                continue
+            try:
+                a, b = self.from_sympy(e.args[0]), self.from_sympy(e.args[1])
+            except Undecided:
+                continue
+            larger = a - b if isinstance(e, sympy.Gt | sympy.Ge) else b - a
+            self.facts.assume(larger - int(isinstance(e, sympy.Gt | sympy.Lt)))
 
     def from_sympy(self, e: Any) -> Poly:
         facts = self.facts

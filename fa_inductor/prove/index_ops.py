@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from .evaluate import Evaluator, rule
-from .simplify import solve
-from .values import FALSE, TRUE, Bool, Poly, Pred, Tree, Undecided, Value
+from .values import FALSE, TRUE, Poly, Pred, Tree, Undecided, Value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Index = tuple[Poly, ...]
@@ -48,7 +47,7 @@ def choose(ev: Evaluator, p: Pred, a: Value, b: Value) -> Value:
 # -- creation -------------------------------------------------------------
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
+def dtype_of(node: fx.Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
@@ -56,7 +55,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def _iota(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     start, step = ev.integer(node.kwargs.get("start", 0)), ev.integer(node.kwargs.get("step", 1))
     value = start + step * index[0]
-    if not ev.trees.fits(value, _dtype(node)):
+    if not ev.trees.fits(value, dtype_of(node)):
         raise Undecided
     return value
 
@@ -66,35 +65,35 @@ def _arange(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     start = node.args[0] if len(node.args) > 1 else 0
     step = node.args[2] if len(node.args) > 2 else 1
     value = ev.integer(start) + ev.integer(step) * index[0]
-    return ev.trees.convert(value, torch.int64, _dtype(node))
+    return ev.trees.convert(value, torch.int64, dtype_of(node))
 
 
 @rule(aten.full, aten.full_like, aten.new_full)
 def _full(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     position = 2 if getattr(node.target, "overloadpacket", None) is aten.new_full else 1
-    return ev.scalar(argument(node, position, "fill_value"), _dtype(node))
+    return ev.scalar(argument(node, position, "fill_value"), dtype_of(node))
 
 
 @rule(aten.scalar_tensor)
 def _scalar_tensor(ev: Evaluator, node: fx.Node, index: Index) -> Value:
-    return ev.scalar(node.args[0], _dtype(node))
+    return ev.scalar(node.args[0], dtype_of(node))
 
 
 @rule(aten.zeros, aten.zeros_like, aten.new_zeros)
 def _zeros(ev: Evaluator, node: fx.Node, index: Index) -> Value:
-    return ev.scalar(0, _dtype(node))
+    return ev.scalar(0, dtype_of(node))
 
 
 @rule(aten.ones, aten.ones_like, aten.new_ones)
 def _ones(ev: Evaluator, node: fx.Node, index: Index) -> Value:
-    return ev.scalar(1, _dtype(node))
+    return ev.scalar(1, dtype_of(node))
 
 
 @rule(aten.fill)
 def _fill(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     if isinstance(node.args[1], fx.Node) and isinstance(node.args[1].meta.get("val"), torch.Tensor):
         raise Undecided
-    return ev.scalar(node.args[1], _dtype(node))
+    return ev.scalar(node.args[1], dtype_of(node))
 
 
 # -- views -------------------------------------------------------------
@@ -197,7 +196,7 @@ def _slice(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     src = source(node.args[0])
     d = dimension(argument(node, 1, "dim", 0), len(index))
     start, step = argument(node, 2, "start"), ev.integer(argument(node, 4, "step", 1))
-    return ev.value(src, _replace(index, d, _slice_start(ev, start, ev.shape(src)[d]) + step * index[d]))
+    return ev.value(src, replace_at(index, d, _slice_start(ev, start, ev.shape(src)[d]) + step * index[d]))
 
 
 def _slice_start(ev: Evaluator, start: Any, size: Poly) -> Poly:
@@ -213,7 +212,7 @@ def _slice_start(ev: Evaluator, start: Any, size: Poly) -> Poly:
     raise Undecided
 
 
-def _replace(index: Index, d: int, value: Poly) -> Index:
+def replace_at(index: Index, d: int, value: Poly) -> Index:
     return (*index[:d], value, *index[d + 1:])
 
 
@@ -257,7 +256,7 @@ def _getitem(ev: Evaluator, node: fx.Node, index: Index) -> Value:
         raise Undecided
     else:
         start = sum((ev.integer(n) for n in sizes[:which]), Poly({}))  # type: ignore[index]
-    return ev.value(src, _replace(index, d, start + index[d]))
+    return ev.value(src, replace_at(index, d, start + index[d]))
 
 
 @rule(aten.cat)
@@ -268,7 +267,7 @@ def _cat(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     for x in node.args[0]:  # type: ignore[union-attr]
         part = source(x)
         shape = ev.shape(part)
-        if len(shape) != len(index) or part.meta["val"].dtype != _dtype(node):
+        if len(shape) != len(index) or part.meta["val"].dtype != dtype_of(node):
             raise Undecided
         parts.append((part, end, end + shape[d]))
         end = parts[-1][2]
@@ -277,7 +276,7 @@ def _cat(ev: Evaluator, node: fx.Node, index: Index) -> Value:
         inside = TRUE if result is None else ev.facts.cmp("ge", last - 1 - index[d])
         if inside == FALSE:
             continue
-        value = ev.value(part, _replace(index, d, index[d] - first))
+        value = ev.value(part, replace_at(index, d, index[d] - first))
         result = value if inside == TRUE or result is None else choose(ev, inside, value, result)
     if result is None:
         raise Undecided
@@ -295,25 +294,25 @@ def _pad(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     p = ev.facts.and_(*inside)
     if p == TRUE:
         return ev.value(src, at)
-    return choose(ev, p, ev.value(src, at), ev.scalar(argument(node, 2, "value", 0), _dtype(node)))
+    return choose(ev, p, ev.value(src, at), ev.scalar(argument(node, 2, "value", 0), dtype_of(node)))
 
 
 @rule(aten.slice_scatter)
 def _slice_scatter(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     base, src = source(node.args[0]), source(node.args[1])
     d = dimension(argument(node, 2, "dim", 0), len(index))
-    if argument(node, 5, "step", 1) != 1 or src.meta["val"].dtype != _dtype(node):
+    if argument(node, 5, "step", 1) != 1 or src.meta["val"].dtype != dtype_of(node):
         raise Undecided
     first = _slice_start(ev, argument(node, 3, "start"), ev.shape(base)[d])
     at = index[d] - first
     p = ev.facts.and_(ev.facts.cmp("ge", at), ev.facts.cmp("ge", ev.shape(src)[d] - 1 - at))
-    return choose(ev, p, ev.value(src, _replace(index, d, at)), ev.value(base, index))
+    return choose(ev, p, ev.value(src, replace_at(index, d, at)), ev.value(base, index))
 
 
 @rule(aten.copy)
 def _copy(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     src = source(node.args[1])
-    return ev.trees.convert(ev.operand(src, node, index), src.meta["val"].dtype, _dtype(node))
+    return ev.trees.convert(ev.operand(src, node, index), src.meta["val"].dtype, dtype_of(node))
 
 
 @rule(aten.flip)
@@ -360,70 +359,3 @@ def _gather(ev: Evaluator, node: fx.Node, index: Index) -> Value:
             raise Undecided
         at.append(wrap(ev, value, shape[d]))
     return ev.value(src, at)
-
-
-# -- scans and reductions -------------------------------------------------------------
-
-
-@rule(aten.cumsum)
-def _cumsum(ev: Evaluator, node: fx.Node, index: Index) -> Value:
-    """Running sums of a constant, of an arithmetic sequence, and of the indicator of one position."""
-    src = source(node.args[0])
-    if not index or _dtype(node) not in (torch.int64, torch.int32):
-        raise Undecided
-    d = dimension(argument(node, 1, "dim"), len(index))
-    j, last = ev.facts.loop_symbol(ev.shape(src)[d] - 1), index[d]
-    element = ev.value(src, _replace(index, d, Poly.of(j)))
-    if isinstance(element, Pred):
-        if not isinstance(element, Bool):
-            return _step(ev, element, j, last)
-        element = Poly.of(int(element.value))
-    if not isinstance(element, Poly):
-        raise Undecided
-    parts = element.split(j)
-    if parts is None or j in parts[0].free or j in parts[1].free:
-        raise Undecided
-    slope, start = parts
-    triangle = ev.facts.floordiv(last * (last + 1), Poly.of(2)) if slope.terms else Poly({})
-    total = slope * triangle + start * (last + 1)
-    if not ev.trees.fits(total, _dtype(node)):
-        raise Undecided
-    return total
-
-
-def _step(ev: Evaluator, p: Pred, j: Any, last: Poly) -> Poly:
-    """``sum_{j <= last} [j == position]`` is 1 from the position on."""
-    if getattr(p, "op", None) != "eq":
-        raise Undecided
-    solution = solve(p.expr, j)  # type: ignore[attr-defined]
-    if solution is None:
-        raise Undecided
-    return ev.facts.indicator(ev.facts.and_(ev.facts.cmp("ge", solution), ev.facts.cmp("ge", last - solution)))
-
-
-@rule(aten.any, aten.all)
-def _any_all(ev: Evaluator, node: fx.Node, index: Index) -> Value:
-    """Decided only when every element has the same constant value."""
-    src = source(node.args[0])
-    shape = ev.shape(src)
-    dim = argument(node, 1, "dim")
-    keep = bool(argument(node, 2, "keepdim", False))
-    listed = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
-    dims = {dimension(d, len(shape)) for d in listed}
-    rest = iter(index)
-    at: list[Poly] = []
-    for d, n in enumerate(shape):
-        if d in dims:
-            if not ev.facts.nonneg(n - 1):
-                raise Undecided
-            at.append(Poly.of(ev.facts.loop_symbol(n - 1)))
-            if keep:
-                next(rest)
-        else:
-            at.append(next(rest))
-    value = ev.value(src, at)
-    if isinstance(value, Poly):
-        value = ev.facts.cmp("ne", value)
-    if not isinstance(value, Bool):
-        raise Undecided
-    return value

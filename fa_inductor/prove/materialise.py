@@ -6,6 +6,7 @@ that is a tensor over q and k in the user's graph, has both.
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import sympy
@@ -67,6 +68,7 @@ class Materialiser:
         self.ev = ev
         self.device = device or _device_of(insert_before)
         self._cache: dict[Any, Any] = {}
+        self._mode: Any = detect_fake_mode([n.meta.get("val") for n in graph.nodes]) or nullcontext()
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -74,14 +76,16 @@ class Materialiser:
         with self.graph.inserting_before(self.insert_before):
             node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = detect_fake_mode([n.meta.get("val") for n in self.graph.nodes if n.op == "placeholder"]) \
-            or detect_fake_mode([n.meta.get("val") for n in self.graph.nodes])
-        if mode is None:
+        with self._mode:
             node.meta["val"] = target(*fake_args, **fake_kwargs)
-        else:
-            with mode:
-                node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
+
+    def before(self, node: fx.Node) -> Materialiser:
+        """Moves on to another block of the same shape; what was emitted for earlier ones is used again."""
+        if node < self.insert_before:
+            self._cache.clear()
+        self.insert_before = node
+        return self
 
     def _cached(self, key: Any, make: Any) -> Any:
         if key not in self._cache:

@@ -37,6 +37,7 @@ class Ranges:
         for symbol, (lo, hi) in ranges.items():
             self.learn(symbol, lo, hi)
         self._loops = 0
+        self._guards: list[Poly] = []
 
     def learn(self, symbol: Any, lo: int | None, hi: int | None) -> None:
         """Note the range of a size symbol; an axis has at least one position."""
@@ -109,6 +110,9 @@ class Ranges:
         return False
 
     def _shifted(self, p: Poly) -> bool:
+        return self._bounded_below(p) or self._guarded(p)
+
+    def _bounded_below(self, p: Poly) -> bool:
         """Size symbols replaced by ``lower bound + nonnegative``; then no negative coefficient means p >= 0."""
         shifted = p
         for a in p.atoms():
@@ -123,6 +127,16 @@ class Ranges:
             else:
                 shifted = _shift(shifted, a, lo)
         return all(c >= 0 for c in shifted.terms.values())
+
+    def assume(self, p: Poly) -> None:
+        """Note that ``p >= 0`` holds: a guard of the compiled graph says so."""
+        if p not in self._guards:
+            self._guards.append(p)
+            self._nonneg.clear()
+
+    def _guarded(self, p: Poly) -> bool:
+        """Whether one guard implies ``p >= 0``: guards relate different sizes, ranges bound each alone."""
+        return len(p.atoms()) > 1 and any(self._bounded_below(p - g) for g in self._guards)
 
 
 def _shift(p: Poly, atom: Any, by: int) -> Poly:

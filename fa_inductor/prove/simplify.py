@@ -117,8 +117,6 @@ class Facts(Ranges):
                 return TRUE
             if self.nonneg(-p - 1):
                 return FALSE
-            if self.nonneg(-p):
-                return self.cmp("eq", p, splits)
         else:
             if p.const_term % _content(p):
                 return FALSE
@@ -130,6 +128,8 @@ class Facts(Ranges):
             split = self._case_split(op, p, splits - 1)
             if split is not None:
                 return split
+        if op == "ge" and self.nonneg(-p):
+            return self.cmp("eq", p, 0)
         return Cmp(op, p)
 
     def _case_split(self, op: str, p: Poly, splits: int) -> Pred | None:
