@@ -11,6 +11,7 @@ from torch import Tensor
 def oracle(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, score: Callable[[Tensor], Tensor] = lambda s: s,
     mask: Tensor | None = None, fill: float = -math.inf, empty: str = "nan", sink: Tensor | None = None,
+    replace: bool = False,
 ) -> Tensor:
     """softmax(score(scale q k^T)) v as a user writes it, in the dtype of its inputs; K and V heads are repeated."""
     g = q.shape[1] // k.shape[1]
@@ -18,7 +19,7 @@ def oracle(
     s = score(torch.einsum("bhqd,bhkd->bhqk", q, k) * scale)
     if mask is not None:
         mask = mask.expand(s.shape)
-        s = s.masked_fill(~mask, fill) if fill == -math.inf else s + torch.where(mask, 0.0, fill)
+        s = s.masked_fill(~mask, fill) if replace or fill == -math.inf else s + torch.where(mask, 0.0, fill)
     if sink is not None:
         s = torch.cat([s, sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
     p = s.softmax(-1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from attention_oracle import indices, oracle
 from torch import Tensor
 
-from attention_oracle import indices, oracle
 from fa_inductor.backends import reference
 from fa_inductor.backends.program import Scope, evaluate, vjp
 from fa_inductor.kernels.expr import OPS, SCORE, Expr, const, index, load, sym
@@ -85,6 +85,8 @@ MASKS = {
                       lambda b, h, q, k, c: (k <= q + 1) & (k >= q - 4) & c[0].view(B, 1, 1, SK) & c[1], [PAD, DENSE]),
 }
 ROWS: dict[EmptyRows, float] = {"nan": -math.inf, "mean": -1e30, "zero": -math.inf}
+RULES: list[tuple[EmptyRows, float, str]] = [(e, f, "add") for e, f in ROWS.items()] + [("mean", -1e30, "replace")]
+"""Rules for rows masked as a whole: ``empty_rows``, ``fill``, ``fill_mode``."""
 
 
 def tensors(hq: int, hkv: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -109,7 +111,7 @@ def check(
     mask = case.mask(*indices(B, record.q_heads, SQ, SK), caps) if case.atoms else None
     sink = caps[record.sink] if record.sink is not None else None
     want = oracle(q, k, v, scale=record.scale, score=lambda s: score(s, caps), mask=mask, fill=record.fill,
-                  empty=record.empty_rows, sink=sink)
+                  replace=record.fill_mode == "replace", empty=record.empty_rows, sink=sink)
     grads = torch.autograd.grad(want, (q, k, v, *(caps[i] for i in leaves)), dout, allow_unused=True)
     torch.testing.assert_close(out, want, equal_nan=True, rtol=1e-10, atol=1e-10)
     for name, got, ref in zip(("dq", "dk", "dv", *leaves), (dq, dk, dv, *dcaptures), grads, strict=True):
@@ -126,11 +128,12 @@ def record(hq: int, hkv: int, case: MaskCase, **kw: object) -> Attention:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("empty", ROWS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str, empty: EmptyRows, heads: tuple[int, int]) -> None:
+def test_masks(name: str, rule: tuple[EmptyRows, float, str], heads: tuple[int, int]) -> None:
     case = MASKS[name]
-    check(record(*heads, case, fill=ROWS[empty], empty_rows=empty), case)
+    empty, fill, mode = rule
+    check(record(*heads, case, fill=fill, fill_mode=mode, empty_rows=empty), case)
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -64,3 +64,44 @@ def mask_of(record: Attention, scope: Scope) -> Tensor | None:
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     return mask
+
+
+def band_of(record: Attention, ints: Sequence[int]) -> tuple[int | None, int | None]:
+    """(lo, hi) of the intersection of all bands: ``q + lo <= k <= q + hi``; None is unbounded."""
+    lo = [integer(a.lo, ints) for a in record.mask if isinstance(a, Band) and a.lo is not None]
+    hi = [integer(a.hi, ints) for a in record.mask if isinstance(a, Band) and a.hi is not None]
+    return (max(lo) if lo else None), (min(hi) if hi else None)
+
+
+def without_bands(record: Attention) -> Attention:
+    """The record with only those atoms that are not bands."""
+    return record.with_(mask=tuple(a for a in record.mask if not isinstance(a, Band)))
+
+
+def empty_rows_of(record: Attention, scope: Scope) -> Tensor | None:
+    """Query rows with every key masked, bool, broadcastable to [B, Hq, rows]; None when there is no mask.
+
+    Bands and key padding cost O(Sq + Sk): a row's band is an interval of keys, and a running sum of the padding
+    says how many of an interval are kept.  Other atoms are evaluated in full.
+    """
+    if not record.mask:
+        return None
+    sq, sk = scope.shape[2], scope.shape[3]
+    pads = [a for a in record.mask if isinstance(a, KeyPadding)]
+    if any(not isinstance(a, (Band, KeyPadding)) for a in record.mask):
+        mask = mask_of(record, scope)
+        assert mask is not None
+        return ~mask.any(-1)
+    lo, hi = band_of(record, scope.ints)
+    rows = torch.arange(*scope.rows, device=scope.device)
+    first = (rows + lo).clamp(0, sk) if lo is not None else torch.zeros_like(rows)
+    stop = (rows + hi + 1).clamp(0, sk) if hi is not None else torch.full_like(rows, sk)
+    if not pads:
+        return (stop <= first).view(1, 1, -1)
+    kept = _bool(scope.captures[pads[0].capture])
+    for a in pads[1:]:
+        kept = kept & _bool(scope.captures[a.capture])
+    count = torch.nn.functional.pad(kept.to(torch.int64).cumsum(-1), (1, 0))
+    empty = count.index_select(-1, stop) <= count.index_select(-1, first)
+    assert sq >= scope.rows[1]
+    return (empty | (stop <= first))[:, None, :]

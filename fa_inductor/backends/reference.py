@@ -25,12 +25,12 @@ BLOCK_BYTES = 1 << 28
 
 
 def fill_replaces(record: Attention) -> bool:
-    """Whether the fill replaces the score (``where``, ``masked_fill``) instead of being added to it.
+    """Whether the fill takes the place of the score (``where``, ``masked_fill``) instead of being added to it.
 
-    Only the gradient of a row that is masked as a whole depends on it: an added fill passes gradients through to
-    the scores.  Records without the field mean "add".
+    Only the gradient of a row that is masked as a whole depends on it: an added finite fill passes gradients through
+    to the scores.
     """
-    return getattr(record, "fill_mode", "add") == "replace"
+    return math.isinf(record.fill) or record.fill_mode == "replace"
 
 
 def row_blocks(
@@ -93,7 +93,7 @@ class _Rows:
         if self.mask is None:
             return ds
         reaches = self.mask
-        if self.empty is not None and self.record.empty_rows == "mean" and not fill_replaces(self.record):
+        if self.empty is not None and self.record.empty_rows != "zero" and not fill_replaces(self.record):
             reaches = reaches | self.empty
         return torch.where(reaches, ds, 0.0)
 
@@ -113,10 +113,13 @@ def group_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def group_matmul_t(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
-    """x^T y summed over the heads of a group: x [B, Hq, R, N], y [B, Hq, R, M] to [B, Hkv, N, M]."""
-    b, hq, r, n = x.shape
-    rows = hq // kv_heads * r
-    return torch.matmul(x.reshape(b, kv_heads, rows, n).transpose(2, 3), y.reshape(b, kv_heads, rows, y.shape[3]))
+    """x^T y summed over the heads of a group: x [B, Hq, R, N], y [B, Hq, R, M] to [B, Hkv, N, M].
+
+    Head by head, then summed: one product over all rows of a group would add up more terms and lose precision.
+    """
+    product = torch.matmul(x.transpose(2, 3), y)
+    group = x.shape[1] // kv_heads
+    return product if group == 1 else product.unflatten(1, (kv_heads, group)).sum(2)
 
 
 def forward(

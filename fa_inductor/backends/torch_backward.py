@@ -1,0 +1,144 @@
+"""Backward on CUDA by PyTorch's flash or memory-efficient kernels, fed with the out and lse of any forward.
+
+Both kernels recompute p = exp(s - lse) and delta = dO . out, so they do not care who made out and lse.  With a sink
+these two include it, which gives the gradients with the sink (`sinks`).  A row without keys goes in with dO = 0 and
+lse = +inf, which is 0 everywhere, and is put right by `empty_rows`.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fa_inductor.kernels.expr import SCORE
+from fa_inductor.kernels.record import Attention
+from fa_inductor.ops import layout
+from fa_inductor.reasons import Reason
+
+from . import aten_cuda, empty_rows
+from .additive import grads_of_bias
+from .aten_cuda import EfficientPlan, FlashBand, align, flash_width, to_kernel
+from .heads import positive_scale, repeat_heads, sum_heads
+from .sinks import sink_gradient
+
+_flash_backward = torch.ops.aten._flash_attention_backward.default
+_efficient_backward = torch.ops.aten._efficient_attention_backward.default
+
+LSE_ALIGN = 32
+"""The efficient backward reads lse in rows of a multiple of this many entries."""
+
+
+def supports(record: Attention) -> Reason | None:
+    """Why no PyTorch kernel can differentiate ``record`` on CUDA; None when one can."""
+    return aten_cuda.supports(record)
+
+
+def _rows_without_keys(record: Attention, lse: Tensor) -> Tensor | None:
+    """Rows [B, Hq, Sq] with no weight on any key; None when there is none.
+
+    Read off lse, which is -inf there in every forward of ours, and costs nothing of size Sq x Sk.
+    """
+    if record.sink is not None or (record.empty_rows == "never" and record.score == SCORE):
+        return None
+    return lse == -math.inf
+
+
+def _flash(
+    record: Attention, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: FlashBand
+) -> tuple[Tensor, Tensor, Tensor]:
+    width, (factor, scale) = flash_width(record), positive_scale(record.scale)
+    keys = slice(band.start, band.stop)
+    unused = q.new_empty(0, dtype=torch.int64)  # state of the dropout generator
+    dq, dk, dv = _flash_backward(
+        to_kernel(dout, width), to_kernel(q if factor == 1.0 else q * factor, width), to_kernel(k[:, :, keys], width),
+        to_kernel(v[:, :, keys], width), to_kernel(out, width), lse, None, None, q.shape[2], band.stop - band.start,
+        0.0, False, unused, unused, scale=scale, window_size_left=band.left, window_size_right=band.right,
+    )
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    dq = dq[..., : record.head_dim]
+    around = (0, 0, band.start, k.shape[2] - band.stop)
+    dk, dv = dk[..., : record.head_dim], dv[..., : record.head_dim_v]
+    if any(around):
+        dk, dv = torch.nn.functional.pad(dk, around), torch.nn.functional.pad(dv, around)
+    return (dq if factor == 1.0 else dq * factor), dk, dv
+
+
+def _efficient(
+    record: Attention, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    captures: Sequence[Tensor], ints: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    plan = EfficientPlan(record, q, k, captures, ints)
+    factor, scale = positive_scale(record.scale)
+    width, width_v = align(record.head_dim), align(record.head_dim_v)
+    qk = (q if factor == 1.0 else q * factor).to(plan.dtype)
+    kk = to_kernel(repeat_heads(k, record.group).to(plan.dtype), width)
+    vk = to_kernel(repeat_heads(v, record.group).to(plan.dtype), width_v)
+    dk_sum = torch.zeros(kk.shape, dtype=torch.float32, device=q.device)
+    dv_sum = torch.zeros(vk.shape, dtype=torch.float32, device=q.device)
+    bias_at = record.bias() if grads_of_bias(record) else None
+    dbias = None if bias_at is None else torch.zeros(captures[bias_at].shape, dtype=torch.float32, device=q.device)
+    none = torch.zeros((), dtype=torch.int64)  # state of the dropout generator
+    splits = 1 if torch.are_deterministic_algorithms_enabled() else None
+    dqs = []
+    for block in plan.blocks():
+        rows, n = slice(*block.rows), block.rows[1] - block.rows[0]
+        part_lse = torch.nn.functional.pad(lse[..., rows], (0, -n % LSE_ALIGN), value=math.inf).contiguous()
+        dq, dk, dv, db = _efficient_backward(
+            to_kernel(dout[:, :, rows].to(plan.dtype), width_v), to_kernel(qk[:, :, rows], width),
+            kk[:, : block.keys], vk[:, : block.keys], block.bias, to_kernel(out[:, :, rows].to(plan.dtype), width_v),
+            None, None, n, block.keys, part_lse, 0.0, none, none, block.mask_type, dbias is not None, scale=scale,
+            num_splits_key=splits, window_size=block.window,
+        )
+        dqs.append(dq.transpose(1, 2)[..., : record.head_dim])
+        dk_sum[:, : block.keys] += dk
+        dv_sum[:, : block.keys] += dv
+        if dbias is not None:
+            target = dbias
+            if target.dim() >= 2 and target.shape[-2] != 1:
+                target = target[..., rows, :]
+            target += db.to(torch.float32).sum_to_size(target.shape)
+    dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 2)
+    dk = sum_heads(dk_sum.transpose(1, 2)[..., : record.head_dim], record.kv_heads)
+    dv = sum_heads(dv_sum.transpose(1, 2)[..., : record.head_dim_v], record.kv_heads)
+    return (dq if factor == 1.0 else dq * factor), dk, dv, dbias
+
+
+def backward(
+    record: Attention, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    captures: Sequence[Tensor], ints: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients as `reference.backward` gives them; the record must be one that `supports` accepts.
+
+    Args:
+        dout: [B, Hq, Sq, Dv].
+        out, lse: what the forward returned; lse -inf (or finite and below any score) in rows without keys.
+    """
+    templates = layout.empty_grads(record, q, k, v, captures)
+    empty = _rows_without_keys(record, lse)
+    do, o, finite_lse = dout, out, lse.contiguous()
+    if empty is not None:
+        do, o = empty_rows.zero_rows(dout, empty), empty_rows.zero_rows(out, empty)
+        finite_lse = torch.where(empty, math.inf, lse)
+    band = aten_cuda.find_flash(record, ints, q.shape[2], k.shape[2])
+    dbias: Tensor | None = None
+    if band is not None:
+        grads = _flash(record, do, q, k, v, o, finite_lse, band)
+    else:
+        *some, dbias = _efficient(record, do, q, k, v, o, finite_lse, captures, ints)
+        grads = (some[0], some[1], some[2])
+    if empty is not None:
+        rule, replaced = record, None
+        if not empty_rows.matters(record):  # a bias of -inf: NaN, as in eager code
+            rule, replaced = record.with_(empty_rows="nan"), False
+        grads = empty_rows.finish_backward(rule, grads, dout, q, k, v, empty, replaced)
+    dcaptures = []
+    for i, template in zip(record.grads, templates[3], strict=True):
+        if i == record.sink:
+            dcaptures.append(template.copy_(sink_gradient(record, dout, out, lse, captures[i])))
+        else:
+            assert dbias is not None
+            dcaptures.append(template.copy_(dbias))
+    dq, dk, dv = (layout.match(g, t) for g, t in zip(grads, templates[:3], strict=True))
+    return dq, dk, dv, dcaptures
