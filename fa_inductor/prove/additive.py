@@ -124,8 +124,8 @@ class _Part:
     residual: Tree | None
 
 
-def _split(ev: Evaluator, t: Tree) -> _Part:
-    """A float tree as mask and bias, outermost operators first."""
+def _split(ev: Evaluator, t: Tree, under: Pred = TRUE) -> _Part:
+    """A float tree as mask and bias, outermost operators first; ``under`` is known to hold where it is read."""
     facts = ev.facts
     match t:
         case Const(value=v):
@@ -133,7 +133,10 @@ def _split(ev: Evaluator, t: Tree) -> _Part:
                 return _Part(FALSE, (float(v),), None)
             return _Part(TRUE, (), t if v != 0 else None)
         case Select(pred=p, a=a, b=b, dtype=dtype):
-            x, y = _split(ev, a), _split(ev, b)
+            on, off = facts.and_(under, p), facts.and_(under, facts.not_(p))
+            if on == FALSE or off == FALSE:
+                return _split(ev, b if on == FALSE else a, under)
+            x, y = _split(ev, a, on), _split(ev, b, off)
             attend = facts.or_(facts.and_(p, x.attend), facts.and_(facts.not_(p), y.attend))
             if x.attend == FALSE or y.attend == FALSE or x.residual == y.residual:
                 residual = y.residual if x.attend == FALSE else x.residual
