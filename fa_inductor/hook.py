@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import ops, stock
 from .fingerprint import fingerprint
+from .options import options
 from .reasons import Code, Reason
 from .report import GraphReport, block_lines, graph_id, graph_to_dict, registry
 from .store import save
@@ -49,8 +50,11 @@ class AttentionPass(CustomGraphPass):
         found = _run(graph)
         self.sink(replace(found, seconds=time.perf_counter() - start))
 
-    def uuid(self) -> tuple[str, str]:
-        return ("fa_inductor", fingerprint() if self.active else "off")
+    def uuid(self) -> tuple[str, str] | None:
+        """Our part of the compile cache key; None, no caching, while the outcome depends on what ran before."""
+        if not self.active:
+            return ("fa_inductor", "off")
+        return ("fa_inductor", fingerprint()) if options.max_rewrites is None else None
 
     def __copy__(self) -> AttentionPass:
         return self
@@ -89,8 +93,6 @@ def _run(graph: torch.fx.Graph) -> GraphReport:
 
 def _ahead_of_time() -> bool:
     from torch._inductor.virtualized import V
-
-    from .options import options
 
     return bool(V.aot_compilation) and not options.aot
 

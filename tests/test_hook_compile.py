@@ -135,9 +135,13 @@ def test_graphs_compiled_with_and_without_us_are_kept_apart_in_the_cache(leave_a
         assert len(leave_alone) == 1, "the graph compiled without us was taken from the cache"
         fresh(attention)(*args)
         assert len(leave_alone) == 1, "the graph compiled with us was not found in the cache"
-        with fa_inductor.options.patch(max_rewrites=0):
+        with fa_inductor.options.patch(backend="reference"):
             fresh(attention)(*args)
         assert len(leave_alone) == 2, "an option is not in the key"
+        with fa_inductor.options.patch(max_rewrites=10):
+            fresh(attention)(*args)
+            fresh(attention)(*args)
+        assert len(leave_alone) == 4, "with a limit, the outcome depends on what was rewritten before"
         fa_inductor.disable()
         hits = counters["aot_autograd"]["autograd_cache_hit"]
         fresh(attention)(*args)
