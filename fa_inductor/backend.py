@@ -21,13 +21,15 @@ def compile_backend(
     Raises:
         RuntimeError: ``mode`` or ``options`` is not known to Inductor.
     """
-    from .hook import COMPILE_PASS, HOOK, PASS, appended, passes_in
+    from .hook import COMPILE_PASS, JOINT, NOTE, POST_GRAD, is_enabled
+    from .slots import appended
 
     # torch's own wrapper checks the options and translates the mode
     inductor = torch._TorchCompileInductorWrapper(mode, options, None)
-    value = inductor.config.get(HOOK, getattr(torch._inductor.config, HOOK))
-    if not (PASS.active and PASS in passes_in(value)):
-        inductor.config[HOOK] = appended(value, COMPILE_PASS)
+    for name, ours in ((JOINT, COMPILE_PASS), (POST_GRAD, NOTE)):
+        given = inductor.config.get(name)
+        if given is not None or not is_enabled():
+            inductor.config[name] = appended(given or getattr(torch._inductor.config, name), ours)
     return inductor(gm, example_inputs)
 
 

@@ -71,7 +71,8 @@ def _backend(graphs: list[GraphReport]) -> Any:
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        from .hook import HOOK, AttentionPass, holding, passes_in
+        from .hook import JOINT, AttentionPass
+        from .slots import holding, passes_in
 
         def stop(graph: Any, inputs: Any, **_: Any) -> Any:
             def never_called(args: list[Any]) -> Any:
@@ -81,9 +82,9 @@ def _backend(graphs: list[GraphReport]) -> Any:
             return never_called
 
         outputs = _output_values(gm)
-        value = getattr(config, HOOK)
+        value = getattr(config, JOINT)
         others = tuple(p for p in passes_in(value) if not isinstance(p, AttentionPass))
-        patches = {HOOK: holding((*others, AttentionPass(graphs.append)), value)}
+        patches = {JOINT: holding((*others, AttentionPass(graphs.append)), value)}
         with torch._functorch.config.patch(enable_autograd_cache=False):
             compile_fx(gm, example_inputs, inner_compile=stop, config_patches=patches)
         return lambda *_: [_zeros(v) for v in outputs]

@@ -1,9 +1,4 @@
-"""Where we enter torch.compile: one pass in Inductor's ``joint_custom_pre_pass``, beside what others put there.
-
-torch 2.11 holds one callable there, for the whole process; from 2.13 on it may be a list, and a value that is set
-belongs to the thread that set it.  `enable` therefore also changes the process-wide default, so that a model
-compiled in a worker thread is served too; a thread that keeps a value of its own keeps it.
-"""
+"""Where we enter torch.compile: a pass on the joint graph, and a note for graphs that come from torch's cache."""
 from __future__ import annotations
 
 import logging
@@ -11,24 +6,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import ops, stock
 from .fingerprint import fingerprint
 from .options import options
 from .reasons import Code, Reason
-from .report import GraphReport, block_lines, graph_id, graph_to_dict, registry
+from .report import REPLAYED, GraphReport, block_lines, graph_id, graph_to_dict, registry
+from .slots import Slot
 from .store import save
 
 log = logging.getLogger(__name__)
-HOOK = "joint_custom_pre_pass"
-_LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")
+JOINT = "joint_custom_pre_pass"
+POST_GRAD = "post_grad_custom_pre_pass"
 _lock = threading.RLock()
 
 
@@ -63,20 +57,34 @@ class AttentionPass(CustomGraphPass):
         return self  # torch copies the values of its config; there must be one of us
 
 
-class Chain(CustomGraphPass):
-    """Several passes in a hook that holds one."""
+class NotePass(CustomGraphPass):
+    """Counts the reports of a compile in torch's counters, one key each, and changes nothing.
 
-    def __init__(self, passes: tuple[Callable[[torch.fx.Graph], None], ...]) -> None:
-        self.passes = passes
+    Torch's cache keeps what was counted from here on and counts it again when it hands out the compiled graph, so
+    a process in which no pass ran knows which reports to load, those without any rewritten block included.
+    """
+
+    def __init__(self) -> None:
+        self._pending = threading.local()
+
+    def expect(self, report: GraphReport) -> None:
+        """The report of a joint graph whose compile goes on in this thread."""
+        pending = self._pending.__dict__.setdefault("reports", [])
+        pending.append((torch._guards.CompileContext.current_compile_id(), report.id))
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
+        from torch._dynamo.utils import counters
 
-    def uuid(self) -> tuple[Any, ...] | None:
-        """The uuids of all passes; None, which turns torch's cache off, when one of them has none."""
-        ids = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes)
-        return ids if all(ids) else None
+        now = torch._guards.CompileContext.current_compile_id()
+        for compile_id, report in self._pending.__dict__.pop("reports", ()):
+            if compile_id == now:  # else that compile failed before it came here
+                counters["inductor"][REPLAYED + report] += 1
+
+    def uuid(self) -> tuple[str, str]:
+        return ("fa_inductor", "note 1")
+
+    __copy__ = AttentionPass.__copy__
+    __deepcopy__ = AttentionPass.__deepcopy__
 
 
 def _run(graph: torch.fx.Graph) -> GraphReport:
@@ -117,6 +125,7 @@ def deliver(report: GraphReport) -> None:
 
     registry.add(report)
     save(report)
+    NOTE.expect(report)
     counters["inductor"]["fa_inductor_rewritten"] += report.rewritten
     counters["inductor"]["fa_inductor_found"] += report.found
     trace_structured("artifact", metadata_fn=lambda: {"name": "fa_inductor_report", "encoding": "json"},
@@ -132,82 +141,36 @@ PASS = AttentionPass(deliver, active=False)
 """The pass of `enable`."""
 COMPILE_PASS = AttentionPass(deliver)
 """The pass of ``torch.compile(model, backend="fa_inductor")``, put into the config of that compile only."""
-_before: tuple[Any, tuple[Any, ...]] = (None, ())  # what enable() found, and the passes in it
+NOTE = NotePass()
+SLOTS = (Slot(JOINT, PASS), Slot(POST_GRAD, NOTE))
 
-# A graph that torch took from its cache ran no pass here, but its operators name the report that was stored.
+# The other way to the report of a cached graph, which also works when torch's counters were cleared: its operators
+# carry the id.
 ops.subscribe(registry.seen)
-
-
-def passes_in(value: Any) -> tuple[Any, ...]:
-    """The passes in a value of the hook, ours included."""
-    if value is None:
-        return ()
-    if isinstance(value, Chain):
-        return value.passes
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def holding(passes: tuple[Any, ...], like: Any) -> Any:
-    """A value of the hook with these passes, of the same kind as the value ``like`` where torch allows it."""
-    if len(passes) < 2 and not isinstance(like, (list, tuple)):
-        return passes[0] if passes else None
-    if not _LISTS:
-        return Chain(passes)
-    return passes if isinstance(like, tuple) else list(passes)
-
-
-def appended(value: Any, ours: AttentionPass) -> Any:
-    """``value`` with ``ours`` last; ``value`` itself is not changed, and is returned when ``ours`` is in it."""
-    passes = passes_in(value)
-    return value if ours in passes else holding((*passes, ours), value)
-
-
-def _without(value: Any) -> Any:
-    passes = passes_in(value)
-    if PASS not in passes:
-        return value
-    rest = tuple(p for p in passes if p is not PASS)
-    found, found_passes = _before
-    return found if rest == found_passes else holding(rest, value)
-
-
-def _default() -> Any:
-    """The hook's entry in torch's config if its values belong to threads, else None."""
-    entry = config._config[HOOK]  # type: ignore[attr-defined]
-    return entry if isinstance(entry.user_override, ContextVar) else None
 
 
 def is_enabled() -> bool:
     """Whether a compile in this thread, now, would run our pass."""
-    return PASS.active and PASS in passes_in(getattr(config, HOOK))
+    return PASS.active and SLOTS[0].holds()
 
 
 def enable() -> None:
-    """Put the pass into Inductor's hook, after the passes that are there.  Calling it again changes nothing."""
-    global _before
+    """Put our passes into Inductor's slots, after the passes that are there.  Calling it again changes nothing."""
     with _lock:
-        value = getattr(config, HOOK)
-        if not PASS.active:
-            found = _without(value)
-            _before = (found, passes_in(found))
         PASS.active = True
-        if (entry := _default()) is not None:
-            entry.default = appended(entry.default, PASS)
-        setattr(config, HOOK, appended(value, PASS))
+        for slot in SLOTS:
+            slot.insert()
 
 
 def disable() -> None:
-    """Take the pass out again; what others put into the hook, before or after `enable`, stays.
+    """Take our passes out again; what others put there, before or after `enable`, stays.
 
     Code that is compiled already keeps running as it was compiled.
     """
-    global _before
     with _lock:
         PASS.active = False
-        if (entry := _default()) is not None:
-            entry.default = _without(entry.default)
-        setattr(config, HOOK, _without(getattr(config, HOOK)))
-        _before = (None, ())
+        for slot in SLOTS:
+            slot.remove()
         stock.restore()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Outcome = Literal["rewritten", "refused", "not attention"]
 Kind = Literal["softmax", "sdpa"]
+REPLAYED = "fa_inductor_graph_"
+"""Prefix of a key in ``counters["inductor"]``: how often torch compiled a graph, or took it from its cache."""
 _CODES = {c.code: c for c in Code}
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -54,7 +57,7 @@ class GraphReport:
     seconds: float = 0.0
     """Time spent in the pass, wall clock."""
     from_cache: bool = False
-    """The graph came from torch's cache; no pass ran in this process."""
+    """The graph came from torch's cache; no pass ran for it."""
 
     @property
     def rewritten(self) -> int:
@@ -186,13 +189,15 @@ def _block_from_dict(data: dict[str, Any]) -> Block:
 class Registry:
     """The graphs of this process, newest last; a graph that is compiled again replaces its older report.
 
-    Thread-safe.  ``load`` finds the stored report of a graph that came from torch's cache.
+    Thread-safe.  ``load`` finds the stored report of a graph that came from torch's cache; such a graph is noticed by
+    torch's counters, which the cache counts up again, and by its operators (`seen`).
     """
 
     def __init__(self, load: Callable[[str], GraphReport | None]) -> None:
         self._load = load
         self._graphs: dict[str, GraphReport] = {}
         self._known: set[str] = set()
+        self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def add(self, graph: GraphReport) -> None:
@@ -215,15 +220,31 @@ class Registry:
             if graph in self._known:
                 return
             self._known.add(graph)
-        found = self._load(graph) or GraphReport(graph, (_unknown_block(record),))
+        self._from_cache(self._load(graph) or GraphReport(graph, (_unknown_block(record),)))
+
+    def _from_cache(self, found: GraphReport) -> None:
         with self._lock:
-            self._graphs.setdefault(graph, replace(found, from_cache=True))
+            self._graphs.setdefault(found.id, replace(found, from_cache=True))
 
     def snapshot(self) -> tuple[GraphReport, ...]:
+        for graph in self._handed_out():
+            if graph not in self._graphs and (found := self._load(graph)) is not None:
+                self._from_cache(found)
         with self._lock:
             return tuple(self._graphs.values())
 
+    def _handed_out(self) -> list[str]:
+        """Graphs that torch compiled or took from its cache since this was last asked, by its counters."""
+        utils = sys.modules.get("torch._dynamo.utils")
+        if utils is None:
+            return []
+        counts = {k.removeprefix(REPLAYED): n for k, n in utils.counters["inductor"].items() if k.startswith(REPLAYED)}
+        with self._lock:
+            before, self._counts = self._counts, counts
+        return [graph for graph, n in counts.items() if n != before.get(graph)]
+
     def clear(self) -> None:
+        self._handed_out()
         with self._lock:
             self._graphs.clear()
             self._known.clear()

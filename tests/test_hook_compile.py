@@ -13,6 +13,7 @@ import fa_inductor
 from fa_inductor import hook, stock
 from fa_inductor.reasons import Code
 from fa_inductor.report import Block, GraphReport, graph_id
+from fa_inductor.slots import passes_in
 
 
 def attention(q, k, v, dim=-1):
@@ -114,7 +115,7 @@ def test_all_stock_attention_patterns_are_told_apart_and_no_others(monkeypatch):
     def registered(init):
         table = joint_graph.PatternMatcherPass()
         monkeypatch.setattr(joint_graph, "patterns", table)
-        init_once_fakemode(lambda: init.__wrapped__())()
+        init_once_fakemode(lambda input_device=None: init.__wrapped__(input_device))()
         return [e for bucket in table.patterns.values() for e in bucket], list(stock.entries())
 
     every, found = registered(fuse_attention._sfdp_init)
@@ -237,7 +238,7 @@ def test_the_backend_passes_mode_options_and_dynamic_on(leave_alone, monkeypatch
                         lambda *a, **k: seen.append(k.get("config_patches")) or inner(*a, **k))
     args = inputs()
     fresh(attention, backend="fa_inductor", options={"max_fusion_size": 7})(*args)
-    assert seen[0]["max_fusion_size"] == 7 and hook.COMPILE_PASS in hook.passes_in(seen[0][hook.HOOK])
+    assert seen[0]["max_fusion_size"] == 7 and hook.COMPILE_PASS in passes_in(seen[0][hook.JOINT])
     seen.clear()
     fresh(attention, backend="fa_inductor", mode="max-autotune-no-cudagraphs")(*args)
     assert seen[0]["max_autotune"] is True

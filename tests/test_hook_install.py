@@ -7,8 +7,9 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fa_inductor
-from fa_inductor import hook
-from fa_inductor.hook import PASS, Chain, passes_in
+from fa_inductor import hook, slots
+from fa_inductor.hook import NOTE, PASS
+from fa_inductor.slots import Chain, passes_in
 
 
 class Other(CustomGraphPass):
@@ -38,7 +39,9 @@ def test_enable_twice_is_once_and_disable_restores():
     fa_inductor.enable()
     fa_inductor.enable()
     assert passes_in(current()) == (PASS,) and hook.is_enabled()
+    assert passes_in(config.post_grad_custom_pre_pass) == (NOTE,)
     fa_inductor.disable()
+    assert config.post_grad_custom_pre_pass is None
     assert current() is None and not hook.is_enabled()
     fa_inductor.disable()
     assert current() is None
@@ -96,7 +99,7 @@ def test_inside_the_composite_of_somebody_else_the_pass_falls_asleep():
 @pytest.mark.parametrize("order", ["ours first", "ours last"])
 def test_one_slot_hook_runs_both(monkeypatch, order):
     """torch 2.11 takes one callable; a chain of passes stands in for the list."""
-    monkeypatch.setattr(hook, "_LISTS", False)
+    monkeypatch.setattr(slots, "_LISTS", False)
     ran = []
     monkeypatch.setattr(hook, "_run", lambda graph: ran.append(graph) or hook.GraphReport("0" * 32))
     monkeypatch.setattr(PASS, "sink", lambda report: None)
@@ -125,7 +128,7 @@ def test_a_chain_with_a_pass_that_has_no_uuid_turns_the_cache_off():
 def test_torch_copies_its_config_and_there_is_one_pass():
     fa_inductor.enable()
     assert passes_in(config.get_config_copy()["joint_custom_pre_pass"]) == (PASS,)
-    assert copy.deepcopy([PASS])[0] is PASS
+    assert copy.deepcopy([PASS, NOTE]) == [PASS, NOTE]
 
 
 def test_other_threads_are_served_and_released():

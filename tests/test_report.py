@@ -1,4 +1,5 @@
 """Reports: counts, text, JSON, storage, and the graph's id."""
+import collections
 import json
 import os
 import stat
@@ -114,6 +115,22 @@ def test_a_graph_compiled_here_is_not_loaded():
     registry.seen(f"{ID}#0", "record")
     registry.seen("", "record")
     assert registry.snapshot() == (GraphReport(ID, (REWRITTEN,)),)
+
+
+def test_what_torch_counts_up_again_is_in_the_report(monkeypatch):
+    """The cache repeats what was counted while a graph was compiled; no operator of the graph need run."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setitem(counters, "inductor", collections.Counter())
+    registry = Registry(lambda graph: GraphReport(graph, (REFUSED,)) if graph == ID else None)
+    assert registry.snapshot() == ()
+    counters["inductor"][f"fa_inductor_graph_{ID}"] += 1
+    counters["inductor"]["fa_inductor_graph_" + "e" * 32] += 1  # its stored report is gone
+    assert registry.snapshot() == (GraphReport(ID, (REFUSED,), from_cache=True),)
+    registry.clear()
+    assert registry.snapshot() == ()
+    counters["inductor"][f"fa_inductor_graph_{ID}"] += 1
+    assert len(registry.snapshot()) == 1
 
 
 def test_a_lost_report_still_names_the_block():

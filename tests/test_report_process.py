@@ -46,6 +46,22 @@ def test_a_second_process_with_a_warm_cache_has_the_same_report(python, tmp_path
     assert "from the compile cache" in warm["text"]
 
 
+def test_a_graph_without_any_rewritten_block_has_its_report_too(python, tmp_path):
+    cache = str(tmp_path / "cache")
+    refused = MODEL.replace("return torch.softmax(", "return self.weights(").replace(
+        "    def forward", """    def weights(self, scores):
+        self.kept = torch.softmax(scores, -1)
+        return self.kept
+
+    def forward""").replace("self.weights(q @ k.transpose(-2, -1) * 8 ** -0.5, -1)", "self.weights(q @ k.transpose(-2, -1))")
+    assert refused.count("self.weights") == 1
+    cold, warm = (last_json(python(refused, TORCHINDUCTOR_CACHE_DIR=cache)) for _ in range(2))
+    assert (cold["hits"], warm["hits"]) == (0, 1)
+    assert (cold["report"]["rewritten"], cold["report"]["found"]) == (0, 1)
+    (cold_graph,), (warm_graph,) = cold["report"]["graphs"], warm["report"]["graphs"]
+    assert warm_graph["from_cache"] and warm_graph["blocks"] == cold_graph["blocks"]
+
+
 def test_a_warm_cache_whose_reports_are_gone_still_names_the_block(python, tmp_path):
     cache = tmp_path / "cache"
     cold = last_json(python(MODEL, TORCHINDUCTOR_CACHE_DIR=str(cache)))
