@@ -161,9 +161,8 @@ def pin_strides(node: torch.fx.Node) -> None:
 
     Tracing stores these values itself; for a node that a pass inserts Inductor otherwise chooses freely.
     """
-    def value(n: torch.fx.Node) -> Any:
-        return n.meta.get("val")
 
-    node.meta["eager_input_vals"] = (
-        torch.fx.node.map_arg(node.args, value), torch.fx.node.map_arg(node.kwargs, value),
-    )
+    def value(x: Any) -> Any:
+        return x.meta.get("val") if isinstance(x, torch.fx.Node) else None
+
+    node.meta["eager_input_vals"] = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
