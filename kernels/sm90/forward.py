@@ -34,6 +34,8 @@ from .variant import Forward
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 NEG_INF = -float("inf")
+LAZY = 8.0
+"""A row's reference is replaced when its maximum rises by more than this, in base-2 units."""
 
 # Named barriers; 0 is __syncthreads.
 _BAR_TURN = 1  # + consumer warpgroup: it may issue products
@@ -469,10 +471,8 @@ class ForwardKernel:
                     _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
                     warpgroup.commit_group()
                     if const_expr(t.ping_pong):
-                        turn = w + 1
-                        if turn == nwg:
-                            turn = Int32(0)
-                        cute.arch.barrier_arrive(barrier_id=_BAR_TURN + turn, number_of_threads=256)
+                        peer = select_(w + 1 == nwg, Int32(0), w + 1)
+                        cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
                     warpgroup.wait_group(1)
                     if const_expr(not v.padding):
                         _arrive(shared.k_empty.data_ptr() + k_stage)
@@ -489,11 +489,12 @@ class ForwardKernel:
                     warpgroup.wait_group(0)
                     _arrive(shared.v_empty.data_ptr() + v_stage)
                     v_stage, v_phase = self._advance(v_stage, v_phase)
-                    for e in cutlass.range_constexpr(0, cute.size(o), 4):
-                        o[e] = o[e] * factor0
-                        o[e + 1] = o[e + 1] * factor0
-                        o[e + 2] = o[e + 2] * factor1
-                        o[e + 3] = o[e + 3] * factor1
+                    if cute.arch.vote_any_sync((factor0 != 1.0) | (factor1 != 1.0)):
+                        for e in cutlass.range_constexpr(0, cute.size(o), 4):
+                            o[e] = o[e] * factor0
+                            o[e + 1] = o[e + 1] * factor0
+                            o[e + 2] = o[e + 2] * factor1
+                            o[e + 3] = o[e + 3] * factor1
                     p.store(s.load().to(self.dtype))
 
                 if const_expr(t.own_o):
@@ -653,6 +654,9 @@ class ForwardKernel:
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
             old = row_max[r]
             top = cute.arch.fmax(old, top)
+            # The reference need not be the maximum: up to 2^8 above it P loses nothing in 16 bits, and O stays as it
+            # is (FlashAttention-4, arXiv 2603.05451).  -inf and NaN fail the comparison and take the new value.
+            top = select_((top - old) * unit <= LAZY, old, top)
             row_max[r] = top
             if self.v.masked:
                 # So far every key was masked: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.
@@ -689,7 +693,7 @@ class ForwardKernel:
                 factor = cute.math.exp2(top - both, fastmath=True)
                 total = total * factor + cute.math.exp2(logit - both, fastmath=True)
                 top = both
-            inverse = factor / total
+            inverse = factor * cute.arch.rcp_approx(total)
             log_sum = top * LN2 + cute.math.log2(total, fastmath=True) * LN2
             if const_expr(v.empty == "zero"):
                 inverse = select_(total == 0.0, Float32(0.0), inverse)
