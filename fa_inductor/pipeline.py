@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from . import guards
@@ -47,7 +48,7 @@ class _Plan:
         return self.program is not None and self.reason is None
 
 
-class _Run:
+class _Pass:
     """The state of one pass over one graph."""
 
     def __init__(self, graph: Graph) -> None:
@@ -157,17 +158,25 @@ def run(graph: Graph) -> GraphReport:
     Edits ``graph`` in place.  Never raises for what it finds in the graph: a block that cannot be understood is
     left alone, with its reason in the report.
     """
+    # The compiler may have its fake mode on; constants are looked at for real, new nodes turn it on themselves.
+    with unset_fake_temporarily():
+        return _run(graph)
+
+
+def _run(graph: Graph) -> GraphReport:
     global _rewrites
     key = graph_id(graph)
-    state = _Run(graph)
+    state = _Pass(graph)
     plans = [p for p in map(state.plan, state.anchors()) if p is not None]
     rewriter = Rewriter(graph)
     reports: list[BlockReport] = []
     for i, plan in enumerate(plans):
         if plan.accepted:
             assert plan.block is not None and plan.program is not None
+            factor = plan.program.q_factor
             inputs = Inputs(list(map(rewriter.now, plan.program.captures)),
-                            [rewriter.now(n) if isinstance(n, Node) else n for n in plan.program.ints])
+                            [rewriter.now(n) if isinstance(n, Node) else n for n in plan.program.ints],
+                            None if factor is None else rewriter.now(factor))
             block_id = f"{key}#{i}"
             out, lse, qkv = rewriter.forward(plan.block, plan.program.record, inputs, block_id)
             if plan.backward is not None:

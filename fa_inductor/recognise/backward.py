@@ -25,6 +25,8 @@ from .scores import PRODUCTS
 from .softmax import Softmax
 
 NAMES = ("q", "k", "v")
+CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+"""Traced with the region, so that a literal is the same literal in both graphs."""
 
 
 @dataclass
@@ -87,6 +89,8 @@ def region_of(block: Block, position: dict[Node, int]) -> Region:
                 if i not in inside and i not in sources and any(j in inside for j in i.all_input_nodes):
                     inside.add(i)
                     grown = True
+    inside |= {i for n in inside for i in n.all_input_nodes
+               if i not in sources and target(i) in CONSTANTS and not i.all_input_nodes}
     nodes = sorted(inside, key=position.__getitem__)
     others = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside and i not in sources)
     return Region([*sources, *others], nodes, block.out)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -55,7 +55,8 @@ class Program:
     record: Attention
     captures: list[Node]
     ints: list[Any]
-    notes: list[str] = field(default_factory=list)
+    q_factor: Node | None = None
+    """Tensor ``[B or 1, Hq or 1, Sq or 1, 1]`` or 0-D that Q is multiplied by before it is given to the operator."""
 
 
 class Reader:
@@ -69,6 +70,7 @@ class Reader:
         self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
         self.scale = block.scale
         self.expr = SCORE
+        self.q_factor: Node | None = None
         self.masks: list[_Mask] = []
         self.captures: list[Node] = []
         self.ints: list[Any] = []
@@ -100,8 +102,12 @@ class Reader:
 
     def _load(self, step: Step, node: Node) -> Expr:
         """The operand as a capture, broadcast to the scores, in float32."""
+        return self._capture(self._tensor(step, node))
+
+    def _tensor(self, step: Step, node: Node) -> Node:
+        """The operand as a 4-D tensor that broadcasts to the scores, or a 0-D one."""
         value = self.ev.trees.convert(self.ev.value(node, self._index(step, node)), val(node).dtype, val(node).dtype)
-        return self._capture(self.mat.tensor(value) if isinstance(value, Poly) else self.mat.tree(value, True))
+        return self.mat.tensor(value) if isinstance(value, Poly) else self.mat.tree(value, True)
 
     def _capture(self, node: Node) -> Expr:
         if node not in self.captures:
@@ -128,10 +134,21 @@ class Reader:
         if c is None:
             if not is_tensor(other) or not val(other).dtype.is_floating_point:
                 raise Refusal(Code.INTEGER if is_tensor(other) else Code.SCALE, f"{step.node.name}")
-            self._no_mask_yet(step)
-            self.expr = Expr("mul", (self.expr, self._load(step, other)))
+            self._times(step, other, "mul")
             return
         self._multiply(step, float(c))
+
+    def _times(self, step: Step, other: Node, op: str) -> None:
+        """The score times or over a tensor; one that no key sees is moved to Q, where it costs nothing."""
+        self._no_mask_yet(step)
+        keys = set(resolve(self.block.k_axes))
+        if self.expr != SCORE or any(keys & set(resolve(g)) for g in self._dims(step, other)):
+            self.expr = Expr(op, (self.expr, self._load(step, other)))
+            return
+        factor = self._tensor(step, other)
+        if op == "div":
+            factor = self.mat.call(aten.reciprocal.default, factor)
+        self.q_factor = factor if self.q_factor is None else self.mat.call(aten.mul.Tensor, self.q_factor, factor)
 
     def _multiply(self, step: Step, c: float) -> None:
         if not math.isfinite(c):
@@ -155,8 +172,7 @@ class Reader:
         if c is None:
             if not is_tensor(other) or not val(other).dtype.is_floating_point:
                 raise Refusal(Code.SCALE, step.node.name)
-            self._no_mask_yet(step)
-            self.expr = Expr("div", (self.expr, self._load(step, other)))
+            self._times(step, other, "div")
             return
         if c == 0:
             raise Refusal(Code.SCALE, "division by zero")
@@ -318,7 +334,7 @@ class Reader:
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
             dtype=NAMES[val(b.v.node).dtype], scale=self.scale, score=self.expr, mask=atoms, fill=fill,
             fill_mode=mode, empty_rows=empty)  # type: ignore[arg-type]
-        return Program(record, self.captures, self.ints)
+        return Program(record, self.captures, self.ints, self.q_factor)
 
     def _empty(self, fills: set[float]) -> tuple[float, str, str]:
         """(fill, fill mode, empty rows) when a row may be masked as a whole."""

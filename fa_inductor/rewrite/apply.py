@@ -12,7 +12,7 @@ from ..kernels.record import Attention
 from ..recognise.axes import Dims, resolve_dims
 from ..recognise.backward import Backward
 from ..recognise.block import Block
-from ..recognise.nodes import VIEWS, aten, push, target, val
+from ..recognise.nodes import VIEWS, aten, prims, push, target, val
 from ..recognise.operands import Operand, trace_operand
 from .emit import Emitter
 
@@ -23,6 +23,7 @@ class Inputs:
 
     captures: list[Node]
     ints: list[Node | int]
+    q_factor: Node | None = None
 
 
 class Rewriter:
@@ -51,6 +52,7 @@ class Rewriter:
         em = Emitter(self.graph, at, block.anchor)
         qkv = [self._operand(em, o, d) for o, d in
                ((block.q, block.q_dims()), (block.k, block.k_dims()), (block.v, block.v_dims()))]
+        qkv[0] = self._scaled(em, qkv[0], inputs)
         first: tuple[str, ...] = ("bshd", "bhsd")
         if any(u.op == "output" for u in block.out.users):
             first = ("bhsd", "bshd")
@@ -86,7 +88,18 @@ class Rewriter:
                                                    ("v", block.v, block.v_dims()))):
             if name in grads:
                 g = em.call(operator.getitem, op, i)
+                if name == "q":
+                    g = self._scaled(em, g, inputs)
                 self._replace(grads[name], self._fit(em, g, dims, operand))
+
+    @staticmethod
+    def _scaled(em: Emitter, node: Node, inputs: Inputs) -> Node:
+        """Q, or its gradient, times the tensor factor of the scores, in its own dtype."""
+        if inputs.q_factor is None:
+            return node
+        out = em.call(aten.mul.Tensor, node, inputs.q_factor)
+        return out if val(out).dtype == val(node).dtype else em.call(
+            prims.convert_element_type.default, out, val(node).dtype)
 
     @staticmethod
     def _fit(em: Emitter, grad: Node, dims: Dims, operand: Operand) -> Node:
