@@ -79,8 +79,10 @@ def backward(
     ``exp(s - lse)`` carries the rounding of a large lse: see `sdpa.backward`.
     """
     if q.dtype in (torch.bfloat16, torch.float16):
-        wide = [t.float() for t in (dout, q, k, v, out)]
-        *grads, dcaptures = backward(record.with_(dtype="float32"), *wide, lse, captures, ints)
+        *grads, dcaptures = backward(
+            record.with_(dtype="float32"), dout.float(), q.float(), k.float(), v.float(), out.float(), lse, captures,
+            ints,
+        )
         templates = layout.empty_grads(record, q, k, v, captures)[:3]
         dq, dk, dv = (layout.match(g, t) for g, t in zip(grads, templates, strict=True))
         return dq, dk, dv, dcaptures

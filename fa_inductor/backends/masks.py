@@ -41,6 +41,7 @@ def atom_mask(atom: Atom, scope: Scope) -> Tensor:
             if not isinstance(value, Tensor):
                 value = torch.full((1, 1, 1, 1), bool(value), device=scope.device)
             return _bool(value)
+    raise TypeError(f"unknown mask atom {atom!r}")
 
 
 def _bool(t: Tensor) -> Tensor:

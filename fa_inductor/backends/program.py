@@ -70,16 +70,17 @@ def _extremum(f: Callable[[Tensor, Tensor], Tensor], scalar: Callable[..., Any])
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return f(a, b)
         if isinstance(a, Tensor):
-            return f(a, torch.full((), b, dtype=_with_scalar(a, b), device=a.device))
+            return f(a, _scalar_like(a, b))
         if isinstance(b, Tensor):
-            return f(torch.full((), a, dtype=_with_scalar(b, a), device=b.device), b)
+            return f(_scalar_like(b, a), b)
         return scalar(a, b)
 
     return run
 
 
-def _with_scalar(t: Tensor, scalar: Value) -> torch.dtype:
-    return torch.result_type(t, scalar)
+def _scalar_like(t: Tensor, scalar: int | float | bool) -> Tensor:
+    """0-dim tensor of the dtype that torch gives an operation of ``t`` and a Python scalar."""
+    return torch.full((), scalar, dtype=torch.result_type(t, scalar), device=t.device)
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
