@@ -4,7 +4,7 @@
 
 Writes the figures behind `fa_inductor/backends/cpu_rule.py`: for each case the time of the compiled eager chain and
 of the compiled operator, in milliseconds, best of interleaved repeats.  Both are compiled with dynamic shapes, so
-that one compilation serves all lengths; the entry ``static`` says what that costs the eager chain.
+that one compilation serves all lengths; rows with ``static`` say what that costs the eager chain.
 """
 from __future__ import annotations
 
@@ -122,41 +122,63 @@ def measure(mask: str, dtype: torch.dtype, d: int, training: bool, shapes: Any, 
         inductor_ms, op_ms = best([a, o], 0.6)
         rows.append({
             "mask": mask, "dtype": r.dtype, "head_dim": d, "training": training, "batch": b, "heads": HEADS,
-            "kv_heads": r.kv_heads, "seq": s, "inductor_ms": inductor_ms, "op_ms": op_ms,
+            "kv_heads": r.kv_heads, "seq": s, "static": not dynamic, "inductor_ms": inductor_ms, "op_ms": op_ms,
             "speedup": round(inductor_ms / op_ms, 2),
         })  # fmt: skip
         print(*rows[-1].values(), flush=True)
     return rows
 
 
+KEY = ("mask", "dtype", "head_dim", "training", "batch", "seq")
+
+
+def plan() -> list[tuple[str, torch.dtype, int, bool, Any, bool]]:
+    """Arguments of `measure`, in the order of the result."""
+    found: list[tuple[str, torch.dtype, int, bool, Any, bool]] = []
+    for training in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            # in float32 the operator's backward is the reference, whatever the mask: one mask says it all
+            kinds = MASKS if not training or dtype != torch.float32 else MASKS[:1]
+            found += [(mask, dtype, 64, training, SHAPES, True) for mask in kinds]
+            if not training:
+                found += [("causal", dtype, d, training, SHAPES[1::2], True) for d in (32, 128)]
+                found.append(("causal", dtype, 64, training, [(2, 256)], False))
+    return found
+
+
+def save(path: Path, rows: list[dict[str, Any]], threads: int) -> None:
+    """Write ``rows`` into the result, replacing older rows of the same cases."""
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    merged = {tuple(r[k] for k in (*KEY, "static")): r for r in (*old, *rows)}
+    data = {
+        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "threads": threads,
+        "device": platform.processor() or platform.machine(), "cpu": torch.backends.cpu.get_cpu_capability(),
+        "unit": "ms, best of interleaved repeats", "rows": list(merged.values()),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("result", nargs="?", type=Path)
     parser.add_argument("--quick", action="store_true", help="one case, to see that it runs")
-    parser.add_argument("--threads", type=int, default=1, help="more than one only on a machine with nothing else to do")
+    parser.add_argument("--training", choices=("only", "no"), help="leave out the other half")
+    parser.add_argument("--threads", type=int, default=1, help="more than one only on an idle machine")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.cache_size_limit = 64
     with options.patch(backend="sdpa"):
-        if args.quick:
-            measure("causal", torch.float32, 64, False, SHAPES[:2], True)
-            return
-        rows, static = [], []
-        for training in (False, True):
-            for dtype in (torch.float32, torch.bfloat16):
-                for mask in MASKS:
-                    rows += measure(mask, dtype, 64, training, SHAPES, True)
-                for d in (32, 128):
-                    rows += measure("causal", dtype, d, training, SHAPES[1::2], True)
-                static += measure("causal", dtype, 64, training, [(2, 256)], False)
-    if args.result:
-        data = {
-            "date": datetime.date.today().isoformat(), "torch": torch.__version__, "threads": args.threads,
-            "device": platform.processor() or platform.machine(), "cpu": torch.backends.cpu.get_cpu_capability(),
-            "unit": "ms, best of interleaved repeats", "rows": rows, "static": static,
-        }  # fmt: skip
-        args.result.parent.mkdir(parents=True, exist_ok=True)
-        args.result.write_text(json.dumps(data, indent=1) + "\n")
+        for step_ in plan():
+            if args.training and (args.training == "only") != step_[3]:
+                continue
+            if args.quick:
+                step_ = (*step_[:4], SHAPES[:2], step_[5])
+            rows = measure(*step_)
+            if args.result:
+                save(args.result, rows, args.threads)
+            if args.quick:
+                return
 
 
 if __name__ == "__main__":

@@ -13,25 +13,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fa_inductor.kernels.expr import SCORE
 from fa_inductor.kernels.record import Attention
 from fa_inductor.ops import layout
 
 from . import empty_rows
 from .additive import additive_mask
 from .heads import pad_last, positive_scale, repeat_heads, sum_heads, unit_stride
-from .masks import band_of, empty_rows_of, without_bands
+from .masks import band_of, empty_rows_of, mask_of, without_bands
 from .program import Scope
 from .sinks import apply_sink, sink_gradient
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+ABSORBED = -1e38
+"""No lse of a row with keys is below this; that of a row whose every score is the lowest float is."""
+
 
 class Inputs:
-    """q, k, v, mask as the operator wants them."""
+    """q, k, v, mask as the operator wants them.
+
+    ``uniform``: rows without keys come out of the forward as the mean of V by themselves, because a finite mask value
+    absorbs the scores as it does in eager code; their lse is then below `ABSORBED`.  Not for the backward, where lse
+    has absorbed ``log Sk`` too.
+    """
 
     def __init__(
-        self, record: Attention, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], ints: Sequence[int]
+        self, record: Attention, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], ints: Sequence[int],
+        forward_only: bool = False,
     ) -> None:
         self.record = record
         self.width = max(q.shape[3], v.shape[3])
@@ -45,17 +55,30 @@ class Inputs:
         mask_dtype = q.dtype
         if q.dtype in (torch.bfloat16, torch.float16) and record.score.loads():
             mask_dtype = torch.float32  # a score bias is not rounded
-        self.mask, self.dead = additive_mask(rest, scope, mask_dtype)
-        self.empty = empty_rows_of(record, scope) if empty_rows.matters(record) or record.sink is not None else None
+        needs_care = empty_rows.matters(record) or (record.sink is not None and bool(record.mask))
+        self.uniform = (
+            forward_only and needs_care and record.empty_rows == "mean" and record.sink is None
+            and record.score == SCORE and not self.causal
+        )
+        if self.uniform:
+            mask, self.dead = mask_of(rest, scope), None
+            low = torch.finfo(layout.compute_dtype(q.dtype)).min
+            zero = torch.zeros((), dtype=layout.compute_dtype(q.dtype), device=q.device)
+            self.mask = None if mask is None else torch.where(mask, zero, low)
+        else:
+            self.mask, self.dead = additive_mask(rest, scope, mask_dtype)
+        self.empty = empty_rows_of(record, scope) if needs_care and not self.uniform else None
 
 
 def forward(
     record: Attention, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], ints: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """out and lse as `reference.forward` gives them; the record must be one that `sdpa.sdpa_supports`."""
-    x = Inputs(record, q, k, v, captures, ints)
+    x = Inputs(record, q, k, v, captures, ints, forward_only=True)
     out, lse = _forward(x.q, x.k, x.v, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
     out = out[..., : v.shape[3]]
+    if x.uniform:
+        lse = lse.masked_fill(lse < ABSORBED, -math.inf)
     if x.empty is not None:
         if record.sink is not None:
             lse = torch.where(x.empty, -math.inf, lse)

@@ -102,6 +102,8 @@ def empty_rows_of(record: Attention, scope: Scope) -> Tensor | None:
     kept = _bool(scope.captures[pads[0].capture])
     for a in pads[1:]:
         kept = kept & _bool(scope.captures[a.capture])
+    if lo is None and hi is None:
+        return ~kept.any(-1)[:, None, None]
     count = torch.nn.functional.pad(kept.to(torch.int64).cumsum(-1), (1, 0))
     empty = count.index_select(-1, stop) <= count.index_select(-1, first)
     assert sq >= scope.rows[1]

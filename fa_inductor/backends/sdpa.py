@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ CPU_BLOCK_BYTES = 1 << 22
 """Score temporaries of the reference backward on a CPU stay in its caches."""
 
 
+@lru_cache(maxsize=4096)
 def sdpa_supports(record: Attention, device_type: str) -> Reason | None:
     """Why ``record`` cannot run on the fused operators of ``device_type``, forward and backward; None when it can."""
     if device_type not in ("cpu", "cuda"):
