@@ -6,25 +6,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from .expr import SCORE
-from .record import Attention, Band, Dense, Documents, KeyPadding, SInt, Sym
-from .sm90.variant import Capture, Forward, padded
+from .expr import SCORE, Expr
+from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
+from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
 
 DSL = "nvidia-cutlass-dsl"
 DSL_VERSIONS = ((4, 8), (5, 0))
 """First version that is known to work, and the first that is not."""
 
-_FAR = 1 << 30
-"""Band offsets are clamped to this: beyond every key, and q + offset still fits 32 bits."""
-_L2_BYTES = 32 << 20
-"""K and V that a section of heads may keep in the L2 cache (50 MB on H200, shared with Q and O)."""
+_FAR = 1 << 29
+"""Offsets are clamped to this: beyond every key, and sums of a few of them still fit 32 bits."""
+_L2_BYTES = 12 << 20
+"""K and V that a section of heads walks together: d128 causal s4096 ran at 619, 608, 603 and 596 TFLOP/s with 8, 16,
+32 and 64 MB (H200, 2026-11-29)."""
 _FLOATS = ("bfloat16", "float16", "float32")
+_CAPTURES = (*_FLOATS, "bool", "int64", "int32", "int16", "int8", "uint8")
+_CASTS = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "bool")
+_MAX_NODES = 64
+"""Nodes of a program that is unrolled over a tile."""
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -32,12 +38,22 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _installed(*names: str) -> str:
+    """Version of the first of these distributions that is there; the libraries also come without the umbrella."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise metadata.PackageNotFoundError(names[0])
+
+
 @lru_cache(maxsize=1)
 def available() -> str | None:
     """None where the kernels can be compiled, else a sentence that says what is missing."""
     try:
-        found = metadata.version(DSL)
-        metadata.version("apache-tvm-ffi")
+        found = _installed(DSL, f"{DSL}-libs-base")
+        _installed("apache-tvm-ffi")
     except metadata.PackageNotFoundError as e:
         return f"{e.name or DSL} is not installed"
     low, high = DSL_VERSIONS
@@ -65,47 +81,110 @@ def supports(record: Attention, arch: str) -> str | None:
         return f"head dims {record.head_dim} and {record.head_dim_v}; V may be wider than K only up to 128"
     if record.scale != record.scale or record.scale in (float("inf"), float("-inf")):
         return f"scale {record.scale} is not finite"
-    if record.score != SCORE and record.bias() is None:
-        return f"score program {record.score}"
     once: list[type] = []
     for atom in record.mask:
-        if not isinstance(atom, Band | KeyPadding | Dense | Documents):
-            return f"mask atom {type(atom).__name__}"
-        if not isinstance(atom, Band):
+        if not isinstance(atom, Band | Predicate):
             if type(atom) in once:
                 return f"more than one {type(atom).__name__} atom"
             once.append(type(atom))
+    programs = _programs(record)
+    nodes = {e for p in programs for e in p.walk()}
+    if len(nodes) > _MAX_NODES:
+        return f"score programs of {len(nodes)} nodes; the kernels take {_MAX_NODES}"
+    for e in nodes:
+        if e.op == "const" and isinstance(e.args[0], int) and not -(1 << 31) <= e.args[0] < 1 << 31:
+            return f"constant {e.args[0]} does not fit 32 bits"
+        if e.op == "cast" and e.args[1] not in _CASTS:
+            return f"cast to {e.args[1]} in a score program"
+    if any(e.op == "score" for p in programs[1:] for e in p.walk()):
+        return "a mask that depends on the score"
+    loads, syms = _leaves(programs)
+    if len(loads) > MAX_CAPTURES or len(syms) > MAX_INTS:
+        return f"score programs read {len(loads)} tensors and {len(syms)} integers; {MAX_CAPTURES} and {MAX_INTS} are possible"
     return None
 
 
-def variant_of(record: Attention, captures: Sequence[torch.Tensor] = ()) -> Forward:
-    """The specialisation that runs `record`; captures give dtypes and strides of bias and sink."""
+def _programs(record: Attention) -> tuple[Expr, ...]:
+    """The score program, then the predicates."""
+    return (record.score, *(a.expr for a in record.mask if isinstance(a, Predicate)))
+
+
+def _leaves(programs: Sequence[Expr]) -> tuple[list[int], list[int]]:
+    """Captures and syms that the programs read, in the order in which the kernel gets them."""
+    nodes = [e for p in programs for e in p.walk()]
+    return (sorted({e.args[0] for e in nodes if e.op == "load"}), sorted({e.args[0] for e in nodes if e.op == "sym"}))
+
+
+def _renumber(e: Expr, loads: list[int], syms: list[int]) -> Expr:
+    if e.op == "load":
+        return Expr("load", (loads.index(e.args[0]),))
+    if e.op == "sym":
+        return Expr("sym", (syms.index(e.args[0]),))
+    return Expr(e.op, tuple(_renumber(a, loads, syms) if isinstance(a, Expr) else a for a in e.args))
+
+
+@lru_cache(maxsize=1024)
+def _template(record: Attention) -> tuple[Forward, list[int], list[int]]:
+    """Variant of a record without what its captures decide; captures and syms of its programs."""
     bands = [a for a in record.mask if isinstance(a, Band)]
     kinds = {type(a) for a in record.mask}
-    i = record.bias()
+    programs = _programs(record)
+    loads, syms = _leaves(programs)
+    score, *predicates = (_renumber(p, loads, syms) for p in programs)
     empty = record.empty_rows
     if empty == "never" or record.sink is not None:
         empty = "nan"  # no such row (a sink gives every row weight): the code without a special case
-    return Forward(
+    variant = Forward(
         dtype=record.dtype,  # type: ignore[arg-type]
         dim=padded(record.head_dim),
         dim_v=padded(record.head_dim_v),
         band_lo=any(a.lo is not None for a in bands),
         band_hi=any(a.hi is not None for a in bands),
         padding=KeyPadding in kinds,
-        documents=Documents in kinds,
         dense=Dense in kinds,
-        bias=None if i is None else Capture(_name(captures[i])),
-        sink=None if record.sink is None else _name(captures[record.sink]),
+        chunk=Chunk in kinds,
+        score=None if score == SCORE else score,
+        predicates=tuple(predicates),
         positive_scale=record.scale > 0,
         empty=empty,
     )
+    return variant, loads, syms
 
 
-def _name(x: torch.Tensor) -> str:
+def _capture(x: torch.Tensor) -> Capture:
+    """How the kernel reads a capture; torch aligns shapes on the right."""
+    name = _name(x, _CAPTURES)
+    axes = "".join(a for a, n, s in zip("bhqk"[4 - x.dim():], x.shape, x.stride(), strict=True) if n > 1 and s)
+    unit = axes.endswith("k") and x.stride(-1) == 1 and name in ("bool", *_FLOATS)
+    even = unit and name != "bool" and not any(s % 2 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    return Capture(name, axes, unit, even and x.shape[-1] % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0)
+
+
+def variant_of(record: Attention, captures: Sequence[torch.Tensor] = ()) -> Forward:
+    """The specialisation that runs `record`; captures give dtypes and, for programs, the axes they change along.
+
+    Raises:
+        ValueError: a capture has a dtype that the kernels do not read.
+    """
+    variant, loads, _ = _template(record)
+    if not captures:
+        return variant
+    changes: dict[str, Any] = {}
+    if loads:
+        changes["captures"] = tuple(_capture(captures[i]) for i in loads)
+    if record.sink is not None:
+        changes["sink"] = _name(captures[record.sink], _FLOATS)
+    for atom in record.mask:
+        if isinstance(atom, Documents):
+            ids = (_name(captures[atom.q], _CAPTURES), _name(captures[atom.k], _CAPTURES))
+            changes["documents"] = "int64" if "int64" in ids else "int32"
+    return replace(variant, **changes) if changes else variant
+
+
+def _name(x: torch.Tensor, allowed: tuple[str, ...]) -> str:
     name = str(x.dtype).removeprefix("torch.")
-    if name not in _FLOATS:
-        raise ValueError(f"capture of dtype {x.dtype}; bias and sink must be one of {_FLOATS}")
+    if name not in allowed:
+        raise ValueError(f"capture of dtype {x.dtype}; it must be one of {allowed}")
     return name
 
 
@@ -140,6 +219,16 @@ def variants() -> list[Forward]:
     """Specialisations that are cross-compiled in CI: every tile, every feature, both dtypes."""
     found = [Forward("bfloat16", d, dv, empty="nan") for d, dv in
              ((32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (224, 224), (256, 256))]
+    score = Expr("score")
+
+    def call(op: str, *args: object) -> Expr:
+        return Expr(op, args)
+
+    bias = call("add", score, call("load", 0))
+    softcap = call("mul", call("tanh", call("div", score, call("const", 50.0))), call("const", 50.0))
+    q, k = call("index", "q"), call("index", "k")
+    alibi = call("add", score, call("mul", call("load", 0), call("sub", k, q)))
+    prefix = call("or", call("le", k, q), call("lt", k, call("sym", 0)))
     for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
         found += [
             Forward("bfloat16", d, dv, band_hi=True, empty="nan"),
@@ -148,10 +237,15 @@ def variants() -> list[Forward]:
         ]
     found += [
         Forward("bfloat16", 128, 128, positive_scale=False, empty="nan"),
-        Forward("bfloat16", 128, 128, bias=Capture("bfloat16"), empty="nan"),
-        Forward("bfloat16", 64, 64, bias=Capture("float32"), padding=True, empty="mean"),
+        Forward("bfloat16", 128, 128, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), empty="nan"),
+        Forward("bfloat16", 128, 128, score=bias, captures=(Capture("float32"),), empty="nan"),
+        Forward("bfloat16", 64, 64, score=bias, captures=(Capture("float32", "hqk", True, True),), padding=True, empty="mean"),
+        Forward("bfloat16", 256, 256, band_hi=True, score=softcap, empty="nan"),
+        Forward("float16", 64, 64, band_hi=True, score=alibi, captures=(Capture("float32", "h"),), empty="nan"),
+        Forward("bfloat16", 128, 128, predicates=(prefix,), empty="nan"),
+        Forward("bfloat16", 128, 128, band_hi=True, chunk=True, empty="nan"),
         Forward("bfloat16", 128, 128, dense=True, empty="zero"),
-        Forward("bfloat16", 128, 128, documents=True, band_hi=True, empty="zero"),
+        Forward("bfloat16", 128, 128, documents="int32", band_hi=True, empty="zero"),
         Forward("bfloat16", 64, 64, band_hi=True, band_lo=True, sink="bfloat16", empty="nan"),
     ]
     return found
@@ -168,6 +262,13 @@ def _ready(x: torch.Tensor) -> torch.Tensor:
         if not (stride[0] | stride[1] | stride[2]) & 7:
             return x.as_strided(x.shape, (*stride, 1))
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _even(x: torch.Tensor) -> torch.Tensor:
+    """Strides of dims of size 1 as 0: they mean nothing, but the kernel may have been promised even ones."""
+    if 1 not in x.shape[:3]:
+        return x
+    return x.as_strided(x.shape, [0 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))])
 
 
 def _int(x: SInt, ints: Sequence[int]) -> int:
@@ -231,40 +332,45 @@ def attention(
         return out.fill_(float("nan") if record.empty_rows in ("never", "nan", "mean") else 0.0), lse.fill_(float("-inf"))
 
     variant = variant_of(record, captures)
-    lo, hi = -_FAR, _FAR
-    pad = dense = doc_q = doc_k = bias = sink = vmean = None
+    _, loads, syms = _template(record)
+    lo, hi, chunk, offset = -_FAR, _FAR, 1, 0
+    pad = seen = dense = doc_q = doc_k = sink = vmean = None
     for atom in record.mask:
         if isinstance(atom, Band):
             if atom.lo is not None:
                 lo = max(lo, _int(atom.lo, ints))
             if atom.hi is not None:
                 hi = min(hi, _int(atom.hi, ints))
+        elif isinstance(atom, Chunk):
+            chunk, offset = max(1, _int(atom.size, ints)), _int(atom.offset, ints)
         elif isinstance(atom, KeyPadding):
             pad = captures[atom.capture].view(torch.uint8).expand(batch, keys)
+            seen = torch.empty((batch, 2), dtype=torch.int32, device=device)
         elif isinstance(atom, Dense):
             dense = captures[atom.capture].view(torch.uint8).expand(batch, heads, rows, keys)
         elif isinstance(atom, Documents):
-            doc_q = captures[atom.q].to(torch.int32).expand(batch, rows)
-            doc_k = captures[atom.k].to(torch.int32).expand(batch, keys)
-    i = record.bias()
-    if i is not None:
-        bias = captures[i].expand(batch, heads, rows, keys)
+            ids = torch.int64 if variant.documents == "int64" else torch.int32
+            doc_q = captures[atom.q].to(ids).expand(batch, rows)
+            doc_k = captures[atom.k].to(ids).expand(batch, keys)
+    read: list[torch.Tensor | None] = [None] * MAX_CAPTURES
+    for n, i in enumerate(loads):
+        x = captures[i]
+        read[n] = _even((x.view(torch.uint8) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
+    values = [0] * MAX_INTS
+    for n, i in enumerate(syms):
+        values[n] = int(ints[i])
     if record.sink is not None:
         sink = captures[record.sink]
     if variant.empty == "mean":
         vmean = v.mean(2, dtype=torch.float32)
 
-    tile = variant.tile
-    blocks = -(-rows // tile.rows) * heads * batch
+    section, blocks = schedule(variant, batch, heads, record.group, rows, keys, lo, hi, device.index)
     if blocks >= 1 << 31:
         raise ValueError(f"{blocks} tiles of queries are more than a grid can have")
-    if persistent(variant):
-        blocks = min(blocks, _sm_count(device.index))
-    section = min(max(1, _L2_BYTES // (2 * keys * (dim + dim_v))) * record.group, heads * batch)
     q, k, v = _ready(q), _ready(k), _ready(v)
     target = _ready(out)
-    args = (q, k, v, target, lse, pad, bias, dense, doc_q, doc_k, sink, vmean, record.scale, record.fill, lo, hi,
-            section, blocks)
+    args = (q, k, v, target, lse, pad, seen, dense, doc_q, doc_k, sink, vmean, *read, *values, record.scale, record.fill,
+            lo, hi, chunk, offset, section, blocks)
     if device.index == torch.cuda.current_device():
         _kernel(variant)(*args)
     else:
@@ -275,6 +381,24 @@ def attention(
     return out, lse
 
 
-def persistent(variant: Forward) -> bool:
-    """Whether a block works through several tiles."""
-    return False
+def schedule(
+    variant: Forward, batch: int, heads: int, group: int, rows: int, keys: int, lo: int, hi: int, device: int
+) -> tuple[int, int]:
+    """(section, blocks) of a launch.
+
+    Short rows run on one block a multiprocessor, which fetches the next tile's Q and K while it writes O: H200,
+    2026-11-29, d64 s1024 390 -> 442 TFLOP/s, d128 555 -> 605, with a causal edge 248 -> 291.  Long ones run a block a
+    tile, the longest first, which balances better; at s4096 both are equal without an edge.
+    """
+    tile = variant.tile
+    m_blocks = -(-rows // tile.rows)
+    blocks = m_blocks * heads * batch
+    walked = min(keys, hi - lo + tile.rows)
+    persistent = tile.own_o and walked <= 12 * tile.keys and blocks > _sm_count(device)
+    if variant.band_hi:
+        # A pair of row blocks is one unit of work, so their number must be even.
+        persistent = persistent and m_blocks % 2 == 0
+    if persistent:
+        return 0, _sm_count(device)
+    per_head = 2 * keys * (variant.dim + variant.dim_v)
+    return min(max(1, _L2_BYTES // per_head) * group, heads * batch), blocks

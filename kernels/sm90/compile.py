@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .forward import ForwardKernel
-from .variant import Forward
+from .variant import MAX_CAPTURES, MAX_INTS, Forward
 
 LOCK = threading.Lock()
 """The DSL keeps its state in the process: one trace at a time."""
@@ -44,22 +44,29 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
     """
     v = variant
     qkvo = [_tensor(v.dtype, 4, True, 16) for _ in range(4)]
+    captures: list[Any] = [
+        _tensor(x.dtype, 4, x.unit, itemsize(x.dtype) * (2 if x.pairs else 1)) for x in v.captures]
+    captures += [None] * (MAX_CAPTURES - len(captures))
+    doc = v.documents
     args = [
         *qkvo,
         _tensor("float32", 3, True, 4),
         _tensor("uint8", 2, False, 1) if v.padding else None,
-        _tensor(v.bias.dtype, 4, v.bias.unit, 4 if v.bias.unit else cutlass_bytes(v.bias.dtype)) if v.bias else None,
+        _tensor("int32", 2, True, 4) if v.padding else None,
         _tensor("uint8", 4, False, 1) if v.dense else None,
-        _tensor("int32", 2, False, 4) if v.documents else None,
-        _tensor("int32", 2, False, 4) if v.documents else None,
-        _tensor(v.sink, 1, False, cutlass_bytes(v.sink)) if v.sink else None,
+        _tensor(doc, 2, False, itemsize(doc)) if doc else None,
+        _tensor(doc, 2, False, itemsize(doc)) if doc else None,
+        _tensor(v.sink, 1, False, itemsize(v.sink)) if v.sink else None,
         _tensor("float32", 3, True, 4) if v.empty == "mean" else None,
-        Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(1),
+        *captures,
+        *(Int32(0) for _ in range(MAX_INTS)),
+        Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1), Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]
     with LOCK:
         return cute.compile(ForwardKernel(v), *args, options=f"--enable-tvm-ffi --gpu-arch sm_90a {options}".strip())
 
 
-def cutlass_bytes(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
     return _DTYPES[dtype].width // 8

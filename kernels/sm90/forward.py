@@ -23,17 +23,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cutlass_dsl import select_
 from cutlass.utils import SmemAllocator
 
+from ..expr import SCORE
+from .program import Emitter, as_bool, as_float
 from .variant import Forward
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 NEG_INF = -float("inf")
+_SCAN = 256
+"""Threads that look for the first and the last key of a padding mask."""
 LAZY = 8.0
 """A row's reference is replaced when its maximum rises by more than this, in base-2 units."""
 
@@ -94,24 +98,37 @@ class ForwardKernel:
         out: cute.Tensor,
         lse: cute.Tensor,
         padding: cute.Tensor | None,
-        bias: cute.Tensor | None,
+        seen: cute.Tensor | None,
         dense: cute.Tensor | None,
         doc_q: cute.Tensor | None,
         doc_k: cute.Tensor | None,
         sink: cute.Tensor | None,
         vmean: cute.Tensor | None,
+        c0: cute.Tensor | None,
+        c1: cute.Tensor | None,
+        c2: cute.Tensor | None,
+        c3: cute.Tensor | None,
+        n0: Int32,
+        n1: Int32,
+        n2: Int32,
+        n3: Int32,
         scale: Float32,
         fill: Float32,
         band_lo: Int32,
         band_hi: Int32,
+        chunk: Int32,
+        chunk_offset: Int32,
         section: Int32,
         blocks: Int32,
         stream: Any,
     ):
-        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; the other
-        tensors are None where the variant does not use them.
+        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; padding ``[B, Sk]``
+        and dense ``[B, Hq, Sq, Sk]`` bytes, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
+        ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]``, each None where the variant does not use it.
 
-        section: heads whose K and V are walked together (they should fit in L2); blocks: thread blocks to launch.
+        seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
+        section: heads whose K and V are walked together (they should fit in L2); 0 pairs long rows with short ones, for
+        blocks that take several tiles.  blocks: thread blocks to launch.
         """
         tile = self.t
         lq, lk, lv, lo = self._layouts()
@@ -127,9 +144,13 @@ class ForwardKernel:
             load, view(v, [3, 2, 1, 0]), cute.select(lv, mode=[0, 1]), (self.v.dim_v, tile.keys))
         tma_o, mo = cpasync.make_tiled_tma_atom(
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
+        if const_expr(padding is not None):
+            self.seen_keys(padding, seen).launch(grid=[seen.shape[0], 1, 1], block=[_SCAN, 1, 1], stream=stream)
+        captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
+        args = (seen, dense, doc_q, doc_k, sink, vmean, captures, ints, scale, fill, (band_lo, band_hi, chunk, chunk_offset),
+                section)
         self.kernel(
-            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, bias, dense, doc_q, doc_k, sink, vmean,
-            scale, fill, band_lo, band_hi, section, lq, lk, lv, lo,
+            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, *args, lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     # ------------------------------------------------------------------ which tile, which keys
@@ -137,48 +158,53 @@ class ForwardKernel:
     def _decode(self, index, rows, heads, batch, section):
         """Work item -> (row block, query head, batch).
 
-        With a causal edge, longest rows first inside a section of heads; else the row blocks of one head follow
-        each other, so that its K and V stay in L2.
+        Without a causal edge the row blocks of one head follow each other, so that its K and V stay in L2.  With one,
+        long rows come first, inside a section of heads; or, for blocks that take several items (section 0), a long row
+        block and the short one that makes up for it follow each other.
         """
         m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
-        if const_expr(self.v.band_hi):
-            total = heads * batch
-            per_section = section * m_blocks
-            first = index // per_section
-            rest = index - first * per_section
-            width = cutlass.min(section, total - first * section)
+        bh = index // m_blocks
+        m = index - bh * m_blocks
+        if self.v.band_hi:
+            paired = section == 0
+            section = cutlass.max(section, 1)
+            first = index // (section * m_blocks)
+            rest = index - first * (section * m_blocks)
+            width = cutlass.min(section, heads * batch - first * section)
             step = rest // width
-            bh = first * section + (rest - step * width)
-            m = m_blocks - 1 - step
-        else:
-            bh = index // m_blocks
-            m = index - bh * m_blocks
+            half = m // 2
+            m = select_(paired, select_(m % 2 == 0, m_blocks - 1 - half, half), m_blocks - 1 - step)
+            bh = select_(paired, bh, first * section + (rest - step * width))
         b = bh // heads
         return m, bh - b * heads, b
 
-    def _next(self, turn):
-        """Work item of this block after its `turn`-th.
-
-        Items get shorter with their number under a causal edge; every other turn runs backwards through the blocks,
-        so that all of them get about the same work.
-        """
+    def _item(self, turn, section):
+        """Work item of this block at its `turn`-th turn."""
         grid, block = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
-        turn = turn + 1
+        item = turn * grid + block
         if self.v.band_hi:
-            block = select_(turn % 2 == 0, block, grid - 1 - block)
-        return turn * grid + block, turn
+            pair = 2 * ((turn // 2) * grid + block) + turn % 2
+            item = select_(section == 0, pair, item)
+        return item
 
-    def _key_tiles(self, m, rows, keys, band_lo, band_hi):
+    def _key_tiles(self, m, b, rows, keys, seen, edges):
         """Key tiles [first, last) that some row of block m can see."""
         n = self.t.keys
-        last = (keys + (n - 1)) // n
-        first = Int32(0)
-        if const_expr(self.v.band_hi):
-            q_max = cutlass.min((m + 1) * self.t.rows, rows) - 1
-            seen = cutlass.max(q_max + band_hi + 1, 0)
-            last = cutlass.min(last, (seen + (n - 1)) // n)
-        if const_expr(self.v.band_lo):
-            first = cutlass.max(m * self.t.rows + band_lo, 0) // n
+        band_lo, band_hi, chunk, chunk_offset = edges
+        q_min = m * self.t.rows
+        q_max = cutlass.min(q_min + self.t.rows, rows) - 1
+        low, high = Int32(0), keys
+        if self.v.band_hi:
+            high = cutlass.min(high, q_max + band_hi + 1)
+        if self.v.band_lo:
+            low = cutlass.max(low, q_min + band_lo)
+        if self.v.chunk:
+            low = cutlass.max(low, (q_min + chunk_offset) // chunk * chunk)
+            high = cutlass.min(high, ((q_max + chunk_offset) // chunk + 1) * chunk)
+        if self.v.padding:
+            low = cutlass.max(low, seen[b, 0])
+            high = cutlass.min(high, seen[b, 1])
+        first, last = low // n, (cutlass.max(high, 0) + (n - 1)) // n
         # Known to be equal in a warp, the loop over them cannot be taken for divergent.
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
 
@@ -197,16 +223,17 @@ class ForwardKernel:
         mo: cute.Tensor,
         lse: cute.Tensor,
         padding: cute.Tensor | None,
-        bias: cute.Tensor | None,
+        seen: cute.Tensor | None,
         dense: cute.Tensor | None,
         doc_q: cute.Tensor | None,
         doc_k: cute.Tensor | None,
         sink: cute.Tensor | None,
         vmean: cute.Tensor | None,
+        captures: tuple,
+        ints: tuple,
         scale: Float32,
         fill: Float32,
-        band_lo: Int32,
-        band_hi: Int32,
+        edges: tuple,
         section: Int32,
         lq: cute.ComposedLayout,
         lk: cute.ComposedLayout,
@@ -260,17 +287,41 @@ class ForwardKernel:
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.t.producer_regs)
             if warp_index == 0:
-                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, band_lo, band_hi, section)
+                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, section)
             if const_expr(self.v.padding):
                 if warp_index == 1:
-                    self.mask(mq, mk, sv, shared, padding, band_lo, band_hi, section)
+                    self.mask(mq, mk, sv, shared, padding, seen, edges, section)
         else:
             cute.arch.setmaxregister_increase(self.t.consumer_regs)
-            self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, bias, dense, doc_q, doc_k, sink, vmean,
-                         scale, fill, band_lo, band_hi, section)
+            self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, seen, dense, doc_q, doc_k, sink, vmean,
+                         captures, ints, scale, fill, edges, section)
+
+    @cute.kernel
+    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor):
+        """[first key that is not padding, one past the last) of each batch entry: tiles outside are not walked."""
+        smem = SmemAllocator()
+        part = smem.allocate_tensor(Int32, cute.make_layout((2, _SCAN // 32)))
+        b, keys = cute.arch.block_idx()[0], padding.shape[1]
+        tid = cute.arch.thread_idx()[0]
+        first, last = keys, Int32(0)
+        for i in cutlass.range((keys + (_SCAN - 1)) // _SCAN, unroll=4):
+            key = i * _SCAN + tid
+            if padding[b, cutlass.min(key, keys - 1)] != Uint8(0):
+                first = cutlass.min(first, key)
+                last = cutlass.max(last, cutlass.min(key + 1, keys))
+        first, last = cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(last, "max")
+        part[0, tid // 32] = first
+        part[1, tid // 32] = last
+        cute.arch.sync_threads()
+        if tid == 0:
+            for i in cutlass.range_constexpr(_SCAN // 32):
+                first = cutlass.min(first, part[0, i])
+                last = cutlass.max(last, part[1, i])
+            seen[b, 0] = first
+            seen[b, 1] = last
 
     @cute.jit
-    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, band_lo, band_hi, section):
+    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, section):
         """Producer warp: Q once a tile, then K and V in the order in which the consumers need them."""
         v, t = self.v, self.t
         rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
@@ -289,13 +340,13 @@ class ForwardKernel:
         v_s, v_g = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), cute.group_modes(gv, 0, 2))
 
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
-        index, _, _ = cute.arch.block_idx()
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         turn = Int32(0)
+        index = self._item(turn, section)
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
             hk = h // group
-            first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            first, last = self._key_tiles(m, b, rows, keys, seen, edges)
             if first < last:  # before Q: the buffers of K are free while the tile before is still being written
                 k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 1, hk, b], k_s, shared.k_full, shared.k_empty,
                                                k_stage, k_phase, k_bytes)
@@ -312,7 +363,8 @@ class ForwardKernel:
                                                    shared.k_empty, k_stage, k_phase, k_bytes)
                 v_stage, v_phase = self._fetch(tma_v, v_g[None, last - 1 - i, hk, b], v_s, shared.v_full,
                                                shared.v_empty, v_stage, v_phase, v_bytes)
-            index, turn = self._next(turn)
+            turn += 1
+            index = self._item(turn, section)
 
     def _fetch(self, tma, source, target, full, empty, stage, phase, size):
         """Fill one stage by TMA once it is free; returns the next (stage, phase)."""
@@ -327,7 +379,7 @@ class ForwardKernel:
         return select_(wrap, Int32(0), stage + 1), phase ^ select_(wrap, Int32(1), Int32(0))
 
     @cute.jit
-    def mask(self, mq, mk, sv, shared, padding, band_lo, band_hi, section):
+    def mask(self, mq, mk, sv, shared, padding, seen, edges, section):
         """Mask warp: one bit a key (set: may be attended to, and inside the keys), and V rows of cleared bits to
         zero, because 0 * NaN of a padded slot would reach the output."""
         v, t = self.v, self.t
@@ -337,12 +389,12 @@ class ForwardKernel:
         bits = shared.bits.data_ptr()
         width = _swizzle_width(v.dim_v)
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
-        index, _, _ = cute.arch.block_idx()
         k_stage, k_phase, v_stage, v_phase, full_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
         turn = Int32(0)
+        index = self._item(turn, section)
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
-            first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            first, last = self._key_tiles(m, b, rows, keys, seen, edges)
             for i in cutlass.range(last - first + 1, unroll=1):
                 if i < last - first:
                     cute.arch.mbarrier_wait(shared.k_empty.data_ptr() + k_stage, k_phase)
@@ -379,7 +431,8 @@ class ForwardKernel:
                         cute.arch.mbarrier_arrive(shared.v_clean.data_ptr() + v_stage)
                     _, full_phase = self._advance(v_stage, full_phase)
                     v_stage, v_phase = self._advance(v_stage, v_phase)
-            index, turn = self._next(turn)
+            turn += 1
+            index = self._item(turn, section)
 
     @cute.jit
     def _bits(self, padding, b, key, keys, column, where, lane):
@@ -392,8 +445,8 @@ class ForwardKernel:
             cute.make_tensor(where, cute.make_layout(1))[0] = word
 
     @cute.jit
-    def consume(self, mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, bias, dense, doc_q, doc_k, sink, vmean,
-                scale, fill, band_lo, band_hi, section):
+    def consume(self, mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, seen, dense, doc_q, doc_k, sink, vmean,
+                captures, ints, scale, fill, edges, section):
         """Consumer warpgroup w: rows 64 w .. 64 w + 63 of the block."""
         v, t, nwg = self.v, self.t, self.nwg
         rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
@@ -429,12 +482,12 @@ class ForwardKernel:
                 cute.arch.barrier_arrive(barrier_id=_BAR_TURN, number_of_threads=256)
 
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
-        index, _, _ = cute.arch.block_idx()
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         turn = Int32(0)
+        index = self._item(turn, section)
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
-            first, last = self._key_tiles(m, rows, keys, band_lo, band_hi)
+            first, last = self._key_tiles(m, b, rows, keys, seen, edges)
             row0 = m * t.rows + row_in_block
             o.fill(0.0)
             row_max.fill(NEG_INF)
@@ -450,8 +503,8 @@ class ForwardKernel:
                 _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage], True)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.scores(s, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, bias, dense,
-                            doc_q, doc_k, scale, band_lo, band_hi)
+                self.scores(s, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, dense,
+                            doc_q, doc_k, captures, ints, scale, edges)
                 _arrive(shared.k_empty.data_ptr() + k_stage)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 self.softmax(s, row_max, row_sum, scale_log2)
@@ -476,8 +529,8 @@ class ForwardKernel:
                     warpgroup.wait_group(1)
                     if const_expr(not v.padding):
                         _arrive(shared.k_empty.data_ptr() + k_stage)
-                    self.scores(s, shared, k_stage, k_phase, last - 2 - i, m, w, row0, column, h, b, rows, keys, bias,
-                                dense, doc_q, doc_k, scale, band_lo, band_hi)
+                    self.scores(s, shared, k_stage, k_phase, last - 2 - i, m, w, row0, column, h, b, rows, keys,
+                                dense, doc_q, doc_k, captures, ints, scale, edges)
                     if const_expr(v.padding):  # the key bits live as long as their K tile
                         _arrive(shared.k_empty.data_ptr() + k_stage)
                     k_stage, k_phase = self._advance(k_stage, k_phase)
@@ -528,7 +581,8 @@ class ForwardKernel:
                 if const_expr(not t.own_o):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     _arrive(shared.q_empty.data_ptr() + w)
-            index, turn = self._next(turn)
+            turn += 1
+            index = self._item(turn, section)
         if (tid // 32) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -539,51 +593,91 @@ class ForwardKernel:
             cute.arch.mbarrier_wait(shared.v_clean.data_ptr() + stage, phase)
 
     @cute.jit
-    def scores(self, s, shared, stage, phase, n, m, w, row0, column, h, b, rows, keys, bias, dense, doc_q, doc_k,
-               scale, band_lo, band_hi):
+    def scores(self, s, shared, stage, phase, n, m, w, row0, column, h, b, rows, keys, dense, doc_q, doc_k, captures,
+               ints, scale, edges):
         """Turn S into scores in place: score program, then -inf where a mask is false.
 
-        Only tiles that are not wholly visible to this warpgroup run the masking code.
+        Bands, chunks, the end of the keys and padding cost nothing on tiles that this warpgroup sees as a whole.
         """
         v, t = self.v, self.t
-        size = t.keys // 2
+        band_lo, band_hi, chunk, chunk_offset = edges
         key0 = n * t.keys
-        if const_expr(v.premultiply):
-            factor = scale * LOG2E
-            for e in cutlass.range_constexpr(size):
-                s[e] = s[e] * factor
-        if const_expr(v.bias is not None):
-            self.add_bias(s, bias, b, h, row0, key0 + column, rows, keys)
-
-        if const_expr(v.padding):
-            self.mask_padding(s, shared, stage, phase, column)
+        if const_expr(v.has_program):
+            self.program(s, captures, ints, scale, b, h, row0, key0 + column, rows, keys)
+        elif const_expr(v.premultiply):
+            for e in cutlass.range_constexpr(t.keys // 2):
+                s[e] = s[e] * (scale * LOG2E)
         if const_expr(v.dense):
             self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
-        if const_expr(v.documents):
+        if const_expr(v.documents is not None):
             self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
 
-        partial = (key0 + t.keys) > keys
         w_row = m * t.rows + 64 * w
+        partial = (key0 + t.keys) > keys
         if const_expr(v.band_hi):
             partial = partial | (key0 + (t.keys - 1) > w_row + band_hi)
         if const_expr(v.band_lo):
             partial = partial | (key0 < w_row + 63 + band_lo)
+        if const_expr(v.chunk):
+            partial = partial | (key0 < (w_row + 63 + chunk_offset) // chunk * chunk)
+            partial = partial | (key0 + t.keys > ((w_row + chunk_offset) // chunk + 1) * chunk)
         if cute.arch.vote_any_sync(partial):
-            self.mask_band(s, row0, key0 + column, keys, band_lo, band_hi)
+            self.mask_edges(s, row0, key0 + column, keys, edges)
+        if const_expr(v.padding):
+            self.mask_padding(s, shared, stage, phase, column)
 
-    def mask_band(self, s, row0, col0, keys, band_lo, band_hi):
+    # The readers of captures clamp their indices instead of branching: a branch with a product in flight would make
+    # ptxas run the products one by one.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
+
+    def program(self, s, captures, ints, scale, b, h, row0, col0, rows, keys):
+        v = self.v
+        emit = Emitter(v.captures, captures, ints, b, h, col0, keys)
+        # score + f(everything else) is one fma in base-2 units
+        plain = v.score is not None and v.score.op == "add" and SCORE in v.score.args
+        other = None
+        if plain:
+            other = v.score.args[1] if v.score.args[0] == SCORE else v.score.args[0]
+            plain = not other.uses_score()
+        q = [cutlass.min(row0 + 8 * r, rows - 1) for r in range(2)]
+        factor = scale * LOG2E
+        for j in range(self.t.keys // 8):
+            for e in range(2):
+                c = 8 * j + e
+                column = (c, col0 + c)
+                for r in range(2):
+                    i, row = 4 * j + 2 * r + e, (r, q[r])
+                    if plain:
+                        x = cute.math.fma(as_float(emit(other, row, column, None)), Float32(LOG2E), s[i] * factor)
+                    elif v.score is not None:
+                        x = as_float(emit(v.score, row, column, s[i] * scale)) * LOG2E
+                    else:
+                        x = s[i] * factor if v.premultiply else s[i]
+                    for predicate in v.predicates:
+                        x = select_(as_bool(emit(predicate, row, column, None)), x, Float32(NEG_INF))
+                    s[i] = x
+
+    def mask_edges(self, s, row0, col0, keys, edges):
+        """-inf outside [left, right] of each row: end of the keys, bands, chunk."""
+        v = self.v
+        band_lo, band_hi, chunk, chunk_offset = edges
         for r in range(2):
             row = row0 + 8 * r
-            right = keys - 1 - col0
-            if self.v.band_hi:
-                right = cutlass.min(right, row + band_hi - col0)
-            left = row + band_lo - col0
+            right, left = keys - 1, None
+            if v.band_hi:
+                right = cutlass.min(right, row + band_hi)
+            if v.band_lo:
+                left = row + band_lo
+            if v.chunk:
+                start = (row + chunk_offset) // chunk * chunk
+                right = cutlass.min(right, start + (chunk - 1))
+                left = start if left is None else cutlass.max(left, start)
+            right = right - col0
             for j in range(self.t.keys // 8):
                 for e in range(2):
                     c = 8 * j + e
                     hidden = right < c
-                    if self.v.band_lo:
-                        hidden = hidden | (left > c)
+                    if left is not None:
+                        hidden = hidden | (left - col0 > c)
                     i = 4 * j + 2 * r + e
                     s[i] = select_(hidden, Float32(NEG_INF), s[i])
 
@@ -604,17 +698,6 @@ class ForwardKernel:
                     for r in cutlass.range_constexpr(2):
                         i = 4 * j + 2 * r + e
                         s[i] = select_(hidden, Float32(NEG_INF), s[i])
-
-    # The readers of captures clamp their indices instead of branching: a branch with a product in flight would make
-    # ptxas run the products one by one.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
-
-    def add_bias(self, s, bias, b, h, row0, col0, rows, keys):
-        for r in range(2):
-            line = bias[b, h, cutlass.min(row0 + 8 * r, rows - 1), None]
-            for j in range(self.t.keys // 8):
-                for e in range(2):
-                    i = 4 * j + 2 * r + e
-                    s[i] = cute.math.fma(line[cutlass.min(col0 + (8 * j + e), keys - 1)].to(Float32), Float32(LOG2E), s[i])
 
     def mask_dense(self, s, dense, b, h, row0, col0, rows, keys):
         for r in range(2):

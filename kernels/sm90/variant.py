@@ -6,12 +6,17 @@ imports neither torch nor the DSL.
 """
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
 from ..expr import Expr
 from ..record import EmptyRows
 
+MAX_CAPTURES = 4
+"""Tensors that score program and predicates may read."""
+MAX_INTS = 4
+"""Run-time integers that they may read."""
 SMEM_LIMIT = 232448
 """Bytes of shared memory one block can have on sm_90 (227 KiB)."""
 
@@ -40,14 +45,24 @@ class Tile:
         return self.rows // 64
 
 
-# Largest first that fits: (head dim of QK^T at most, of V at most) -> tile.
-_TILES: tuple[tuple[int, int, Tile], ...] = (
-    (64, 64, Tile(192, 128, 2, 160, 32, True, True, "three warpgroups share one K/V stream; 2026-11-29")),
-    (96, 96, Tile(128, 128, 2, 240, 24, True, True, "192 rows spill at 160 registers with P in registers; 2026-11-29")),
-    (128, 128, Tile(128, 128, 2, 240, 24, True, True, "S 64, P 32 and O 64 registers; 2026-11-29")),
-    (192, 128, Tile(128, 112, 2, 240, 24, True, True, "K of 192 and V of 128 in 227 KiB; 2026-11-29")),
-    (192, 192, Tile(128, 96, 2, 240, 24, False, False, "O 96 registers; 2026-11-29")),
-    (256, 256, Tile(128, 80, 2, 240, 24, False, False, "224 KiB of shared memory, O 128 registers; 2026-11-29")),
+# First that fits: (head dim of QK^T at most, of V at most, what it is for) -> tile.  TFLOP/s: H200, bf16, 16k tokens.
+_TILES: tuple[tuple[int, int, str, Tile], ...] = (
+    (128, 128, "captures", Tile(128, 96, 2, 240, 24, True, True,
+                                "ptxas loads a whole tile of a capture ahead; with 128 keys that spills; 2026-11-29")),
+    (256, 256, "captures", Tile(128, 48, 2, 240, 24, True, False, "as above; 2026-11-29")),
+    (64, 64, "", Tile(192, 128, 2, 160, 32, False, True,
+                        "the exponentials are the limit and three warpgroups fill each other's gaps: s4096 518 without "
+                        "and 510 with turns, 128 rows 419, 112 keys 453; 144 keys spill; 2026-11-29")),
+    (96, 96, "", Tile(128, 128, 2, 240, 24, True, True,
+                        "s4096 586, 160 keys 513, 192 keys 478; 192 rows spill with P in registers; 2026-11-29")),
+    (128, 128, "", Tile(128, 128, 2, 240, 24, True, True,
+                          "s4096 669, 176 keys 596, 160 keys 632; causal 603, 112 keys 554; 2026-11-29")),
+    (192, 128, "", Tile(128, 112, 2, 240, 24, True, True, "all that fits 227 KiB with O in its own memory; not tuned")),
+    (192, 192, "", Tile(128, 96, 2, 240, 24, False, False, "O 96 registers; not tuned")),
+    (256, 256, "band", Tile(128, 64, 2, 240, 24, True, False,
+                          "less waste on the diagonal: causal s4096 698, 80 keys 667; 2026-11-29")),
+    (256, 256, "", Tile(128, 80, 2, 240, 24, False, False,
+                          "s4096 712 and s16384 746, with turns 728 and 667; 224 KiB of shared memory; 2026-11-29")),
 )
 
 
@@ -56,8 +71,12 @@ class Capture:
     """A tensor read by the kernel at its own strides (0 where it broadcasts)."""
 
     dtype: str
+    axes: str = "bhqk"
+    """Axes along which it changes; it is read once where it does not."""
     unit: bool = False
-    """Neighbouring keys are neighbours in memory and pairs of them are aligned."""
+    """Neighbouring keys are neighbours in memory: one address a row, constant offsets from it."""
+    pairs: bool = False
+    """Pairs of keys are aligned and none is cut by the end of the keys: two a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +90,14 @@ class Forward:
     band_lo: bool = False
     band_hi: bool = False
     padding: bool = False
-    documents: bool = False
+    documents: str | None = None
+    """dtype of the ids."""
     dense: bool = False
-    bias: Capture | None = None
+    chunk: bool = False
     score: Expr | None = None
-    """Score program other than the identity and a plain bias; its captures are `captures`."""
+    """Score program, None for the score itself.  Its loads and syms, and those of `predicates`, index `captures` and
+    the kernel's integers."""
+    predicates: tuple[Expr, ...] = ()
     captures: tuple[Capture, ...] = ()
     sink: str | None = None
     """dtype of the sink logits."""
@@ -85,25 +107,27 @@ class Forward:
 
     @property
     def tile(self) -> Tile:
-        for dim, dim_v, tile in _TILES:
-            if self.dim <= dim and self.dim_v <= dim_v:
+        uses = {"": True, "captures": any("k" in c.axes for c in self.captures) or self.dense, "band": self.band_lo or self.band_hi}
+        for dim, dim_v, use, tile in _TILES:
+            if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
         raise ValueError(f"no tile for head dims ({self.dim}, {self.dim_v})")
 
     @property
     def masked(self) -> bool:
         """A row may have keys that are masked for another reason than the end of the keys."""
-        return self.band_lo or self.band_hi or self.padding or self.documents or self.dense
+        return (self.band_lo or self.band_hi or self.padding or self.dense or self.chunk or bool(self.documents)
+                or bool(self.predicates))
 
     @property
-    def elementwise(self) -> bool:
-        """Every score tile needs per-element work before the softmax."""
-        return self.documents or self.dense or self.bias is not None or self.score is not None
+    def has_program(self) -> bool:
+        """Code is emitted for every element of every tile."""
+        return self.score is not None or bool(self.predicates)
 
     @property
     def premultiply(self) -> bool:
         """Scores are brought to base-2 units before the maximum is taken."""
-        return not self.positive_scale or self.bias is not None or self.score is not None
+        return not self.positive_scale or self.score is not None
 
     @property
     def threads(self) -> int:
@@ -122,11 +146,11 @@ class Forward:
         if self.dim_v != self.dim:
             words.append(f"dv{self.dim_v}")
         words += [w for w, on in (("lo", self.band_lo), ("hi", self.band_hi), ("pad", self.padding),
-                                  ("doc", self.documents), ("dense", self.dense), ("anyscale", not self.positive_scale)) if on]
-        if self.bias is not None:
-            words.append(f"bias_{self.bias.dtype}{'_unit' if self.bias.unit else ''}")
-        if self.score is not None:
-            words.append(f"score{abs(hash(self.score)) % 10**6}")
+                                  ("doc", bool(self.documents)), ("dense", self.dense),
+                                  ("chunk", self.chunk), ("anyscale", not self.positive_scale)) if on]
+        if self.score is not None or self.predicates:
+            text = repr((self.score, self.predicates, self.captures)).encode()
+            words.append(f"program{zlib.crc32(text):08x}")
         if self.sink is not None:
             words.append("sink")
         if self.empty != "never":

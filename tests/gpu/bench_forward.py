@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def main() -> None:
                 for name, fn in {"fa_inductor": ours, **others}.items():
                     try:
                         fn(q, k, v, causal)
-                        ms = do_bench(lambda fn=fn, c=causal: fn(q, k, v, c), warmup=20, rep=args.rep, return_mode="median")
+                        ms = do_bench(partial(fn, q, k, v, causal), warmup=20, rep=args.rep, return_mode="median")
                         tf = 4 * b * heads * s * s * d / (2 if causal else 1) / ms / 1e9
                         rows.append({"work": work, "provider": name, "ms": ms, "tflops": tf})
                         line += f" {name} {tf:4.0f}"

@@ -28,10 +28,17 @@ from typing import Any
 import torch
 
 from fa_inductor.kernels import api
-from fa_inductor.kernels.expr import SCORE, Expr, load
-from fa_inductor.kernels.record import Attention, Band, Dense, Documents, KeyPadding, Sym
+from fa_inductor.kernels.expr import SCORE, Expr, const, index, load, sym
+from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
 
 NEG_INF = -math.inf
+FAR = (1 << 31) + (1 << 20)
+PREFIX = 70
+Q, K = index("q"), index("k")
+
+
+def call(op: str, *args: Any) -> Expr:
+    return Expr(op, args)
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,20 @@ class Case:
     """Which of b h q k the mask tensor has; "" is none."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
+    score: str = ""
+    """"softcap", "alibi", "distance" (a program of where, cast, floordiv, mod) or "" for none."""
+    predicate: str = ""
+    """"prefix" (causal or inside a prefix), "load" (a bool capture of [Sq, Sk] or not a later key) or "" for none."""
+    chunk: tuple[int, int] | None = None
+    """Size and offset."""
     sink: str = ""
     scale: float | None = None
     fill: float = NEG_INF
     empty: str = "never"
     layout: str = "bshd"
     strides: str = "bhsd"
-    """"bhsd", "bshd", "packed" (slices of one qkv tensor), "expand" (K and V of one head and batch), "odd" (unaligned)."""
+    """"bhsd", "bshd", "packed" (slices of one qkv tensor), "expand" (K and V of one head and batch), "odd" (unaligned),
+    "far" (batch entries more than 2^31 elements apart)."""
     data: str = "normal"
     """"normal", "outlier", "large", "constant"."""
     seed: int = 0
@@ -98,6 +112,13 @@ def inputs(c: Case) -> tuple[Any, ...]:
     if c.strides == "packed":
         qkv = draw(c.batch, c.keys, hq + 2 * hk, d).transpose(1, 2)
         q, k, v = qkv[:, :hq, : c.rows], qkv[:, hq : hq + hk], qkv[:, hq + hk :]
+    elif c.strides == "far":
+        base = torch.empty((c.batch - 1) * FAR + (1 << 24), dtype=dtype, device="cuda")
+        parts, start = [], 0
+        for h, n, e in ((hq, c.rows, d), (hk, c.keys, d), (hk, c.keys, dv)):
+            parts.append(base[start:].as_strided((c.batch, h, n, e), (FAR, n * e, e, 1)).copy_(draw(c.batch, h, n, e)))
+            start += h * n * e
+        q, k, v = parts
     elif c.strides == "expand":
         q = draw(c.batch, hq, c.rows, d)
         k = draw(1, 1, c.keys, d).expand(c.batch, hk, c.keys, d)
@@ -125,6 +146,18 @@ def inputs(c: Case) -> tuple[Any, ...]:
             atoms += [Band(c.lo, None), Band(None, c.hi)]
         else:
             atoms.append(Band(c.lo, c.hi))
+    if c.chunk:
+        if c.symbolic:
+            ints += c.chunk
+            atoms.append(Chunk(Sym(len(ints) - 2), Sym(len(ints) - 1)))
+        else:
+            atoms.append(Chunk(*c.chunk))
+    if c.predicate == "prefix":
+        ints.append(PREFIX)
+        atoms.append(Predicate(call("or", call("le", K, Q), call("lt", K, sym(len(ints) - 1)))))
+    elif c.predicate == "load":
+        seen = torch.rand(c.rows, c.keys, generator=g, device="cuda") < 0.5
+        atoms.append(Predicate(call("or", load(capture(seen)), call("le", K, Q))))
     if c.padding:
         n = 1 if c.padding == "shared" else c.batch
         pos = torch.arange(c.keys, device="cuda")
@@ -161,6 +194,16 @@ def inputs(c: Case) -> tuple[Any, ...]:
     if c.bias:
         b = torch.randn(shaped(c.bias), generator=g, device="cuda").to(getattr(torch, c.bias_dtype))
         score = Expr("add", (SCORE, load(capture(b))))
+    if c.score == "softcap":
+        score = call("mul", call("tanh", call("div", SCORE, const(20.0))), const(20.0))
+    elif c.score == "alibi":
+        slope = 2.0 ** (-8.0 * torch.arange(1, hq + 1, device="cuda") / hq)
+        score = call("add", SCORE, call("mul", load(capture(slope[:, None, None])), call("sub", K, Q)))
+    elif c.score == "distance":
+        far = call("floordiv", call("sub", Q, K), const(16))
+        even = call("eq", call("mod", call("sub", K, Q), const(2)), const(0))
+        score = call("add", call("mul", SCORE, call("where", even, const(0.5), const(1.0))),
+                     call("mul", call("cast", call("minimum", far, const(3)), "float32"), const(-0.25)))
     sink = None
     if c.sink:
         sink = capture((torch.randn(hq, generator=g, device="cuda") * 3).to(getattr(torch, c.sink)))
@@ -186,11 +229,15 @@ def visible(c: Case, record: Attention, captures: list[torch.Tensor]) -> torch.T
         both((j >= i + c.lo)[None, None])
     if c.hi is not None:
         both((j <= i + c.hi)[None, None])
+    if c.chunk:
+        both((j // c.chunk[0] == (i + c.chunk[1]) // c.chunk[0])[None, None])
     for atom in record.mask:
-        if isinstance(atom, KeyPadding):
+        if isinstance(atom, Predicate):
+            both((j <= i) | (j < PREFIX if c.predicate == "prefix" else captures[0]))
+        elif isinstance(atom, KeyPadding):
             both(captures[atom.capture][:, None, None, :])
         elif isinstance(atom, Documents):
-            both((captures[atom.q][:, None, :, None] == captures[atom.k][:, None, None, :]))
+            both(captures[atom.q][:, None, :, None] == captures[atom.k][:, None, None, :])
         elif isinstance(atom, Dense):
             both(captures[atom.capture])
     return seen
@@ -207,6 +254,15 @@ def oracle(c: Case, q: Any, k: Any, v: Any, record: Attention, captures: Any, ki
     i = record.bias()
     if i is not None:
         s = s + captures[i].to(kind)
+    qs, ks = torch.arange(c.rows, device="cuda")[:, None], torch.arange(c.keys, device="cuda")[None, :]
+    if c.score == "softcap":
+        s = torch.tanh(s / 20.0) * 20.0
+    elif c.score == "alibi":
+        slope = 2.0 ** (-8.0 * torch.arange(1, record.q_heads + 1, device="cuda") / record.q_heads)
+        s = s + (slope[:, None, None] * (ks - qs)).to(kind)
+    elif c.score == "distance":
+        s = s * torch.where((ks - qs) % 2 == 0, 0.5, 1.0).to(kind)
+        s = s + (((qs - ks) // 16).clamp_max(3) * -0.25).to(kind)
     if seen is not None:
         fill = max(record.fill, torch.finfo(kind).min) if record.fill != NEG_INF else NEG_INF
         s = s.masked_fill(~seen, fill)
@@ -250,7 +306,7 @@ def judge(c: Case) -> dict[str, Any]:
     floor_max, floor_mean = 0.5 * eps * float(size.max()), 0.05 * eps * float(size.mean())
     got = lse.double()
     empty = ~torch.isfinite(true_lse)
-    scores = float((q.double().abs().amax() * k.double().nan_to_num(0.0).abs().amax() * abs(record.scale) * q.shape[-1]))
+    scores = float(q.double().abs().amax() * k.double().nan_to_num(0.0).abs().amax() * abs(record.scale) * q.shape[-1])
     e_lse = (got - true_lse).masked_fill(empty, 0.0).abs() / true_lse.masked_fill(empty, 0.0).abs().clamp_min(1.0)
     lse_ok = bool(((got == NEG_INF) | torch.isnan(got))[empty].all()) and float(e_lse.max()) <= 2e-6 * max(1.0, scores) + 1e-5
     ok_max, ok_mean = e_max <= 2 * e0_max + floor_max, e_mean <= 1.1 * e0_mean + floor_mean
@@ -324,23 +380,37 @@ def all_cases(quick: bool = False) -> list[Case]:
             padding=padding, nan_slots=nan, heads=rnd.choice(GROUPS), batch=3, empty=empty,
             fill=torch.finfo(torch.float32).min if empty == "mean" else NEG_INF)
     # 5. bias, mask tensor, documents, sink
-    for n in range(8 if quick else 50):
+    for _ in range(8 if quick else 50):
         rows, keys = rnd.choice(LENGTHS[3:26]), rnd.choice(LENGTHS[3:26])
-        add("bias", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=keys, dims=rnd.choice(DIMS[:3]),
+        add("bias", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=keys, dims=rnd.choice(DIMS),
             bias=rnd.choice(["bhqk", "hqk", "qk", "bk", "k", "h"]), bias_dtype=rnd.choice(["bfloat16", "float16", "float32"]),
             heads=rnd.choice(GROUPS), hi=rnd.choice([None, None, max(0, keys - rows)]))
-    for n in range(8 if quick else 40):
+    for _ in range(8 if quick else 40):
         rows, keys = rnd.choice(LENGTHS[3:26]), rnd.choice(LENGTHS[3:26])
         add("dense", rows=rows, keys=keys, dims=rnd.choice(DIMS[:3]), dense=rnd.choice(["bhqk", "bqk", "qk", "hqk"]),
             heads=rnd.choice(GROUPS), empty=rnd.choice(["zero", "never"]))
-    for n in range(6 if quick else 30):
+    for _ in range(6 if quick else 30):
         rows = rnd.choice(LENGTHS[5:26])
         add("documents", rows=rows, keys=rows, dims=rnd.choice(DIMS[:3]), documents=True, heads=rnd.choice(GROUPS),
             hi=rnd.choice([0, None]), empty="zero")
-    for n in range(6 if quick else 30):
+    for _ in range(6 if quick else 30):
         rows = rnd.choice(LENGTHS[3:26])
         add("sink", rows=rows, keys=rows, dims=rnd.choice(DIMS[:3]), hi=0, lo=rnd.choice([None, -127]),
             sink=rnd.choice(["bfloat16", "float32"]), heads=rnd.choice(GROUPS))
+    for n in range(6 if quick else 36):
+        rows, keys = rnd.choice(LENGTHS[3:26]), rnd.choice(LENGTHS[3:26])
+        add("score", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=keys, dims=rnd.choice(DIMS),
+            score=["softcap", "alibi", "distance"][n % 3], heads=rnd.choice(GROUPS), hi=rnd.choice([None, max(0, keys - rows)]),
+            data=rnd.choice(["normal", "outlier"]), scale=rnd.choice([None, None, -0.1]))
+    for n in range(6 if quick else 24):
+        rows = rnd.choice(LENGTHS[3:26])
+        add("predicate", rows=rows, keys=rows if n % 3 else rnd.choice(LENGTHS[3:26]), dims=rnd.choice(DIMS[:3]),
+            predicate=["prefix", "load"][n % 2], heads=rnd.choice(GROUPS), dtype=rnd.choice(["bfloat16", "float16"]))
+    for n in range(6 if quick else 24):
+        rows = rnd.choice(LENGTHS[6:])
+        offset = rnd.choice([0, 0, 37])
+        add("chunk", rows=rows, keys=rows + offset, dims=rnd.choice(DIMS), chunk=(rnd.choice([1, 16, 100, 128, 1024]), offset),
+            hi=rnd.choice([offset, None]), symbolic=n % 2 == 0, heads=rnd.choice(GROUPS) if rows <= 1024 else (2, 1), empty="zero")
     # 6. scales, data, head dims, strides
     for scale in (1.0, 0.5, 1e-3, 2.0, 0.0, -0.125, -1.0, 1e-30):
         for hi in (None, 0):
@@ -356,6 +426,7 @@ def all_cases(quick: bool = False) -> list[Case]:
             strides=rnd.choice(["bhsd", "bshd"]), layout=rnd.choice(["bhsd", "bshd"]))
     for dims in ((8, 8), (16, 16), (24, 24), (64, 128), (128, 64), (192, 128), (160, 96), (40, 72)):
         add("dim", rows=130, keys=257, dims=dims, heads=(4, 2))
+    add("strides", rows=500, keys=500, strides="far", hi=0)
     for strides in ("packed", "expand", "odd"):
         for dims in ((64, 64), (128, 128), (80, 80)):
             for hi in (None, 0):
@@ -378,11 +449,52 @@ def _work(cases: list[Case]) -> list[tuple[Case, dict[str, Any]]]:
 
 
 def _group(c: Case) -> tuple[Any, ...]:
-    """Cases of one specialisation go to one process: each is compiled once."""
-    b = None if not c.bias else c.bias_dtype
+    """Cases of about one specialisation go to one process: each is compiled once."""
     return (c.dtype, -(-c.dims[0] // 32), -(-c.dims[1] // 32), c.lo is None, c.hi is None, bool(c.padding), c.documents,
-            bool(c.dense), b, c.sink, (c.scale or 1.0 if c.scale is None else c.scale) > 0,
-            "nan" if c.sink or c.empty == "never" else c.empty)
+            bool(c.dense), c.chunk is None, c.bias and (c.bias, c.bias_dtype), c.score, c.predicate, c.sink,
+            c.scale is None or c.scale > 0, "nan" if c.sink or c.empty == "never" else c.empty)
+
+
+def behaviour() -> list[tuple[Case, dict[str, Any]]]:
+    """What is no matter of numbers: streams, CUDA graphs, one compile for many lengths, cost of a call."""
+    found = []
+
+    def check(name: str, ok: bool, why: str) -> None:
+        found.append((Case(name=name), {"ok": ok, "why": why, "ratio_max": 0.0, "ratio_mean": 0.0}))
+
+    c = Case(name="behaviour", rows=300, keys=300, hi=0)
+    q, k, v, record, captures, ints = inputs(c)
+    want, want_lse = api.attention(q, k, v, record, captures, ints)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late = q * 1.0  # only right if the kernel runs behind it on this stream
+        out, _ = api.attention(late, k, v, record, captures, ints)
+    side.synchronize()
+    check("stream", torch.equal(out, want), "the kernel did not run on the current stream")
+    graph = torch.cuda.CUDAGraph()
+    static = torch.zeros_like(q)
+    with torch.cuda.graph(graph):
+        out, lse = api.attention(static, k, v, record, captures, ints)
+    static.copy_(q)
+    graph.replay()
+    torch.cuda.synchronize()
+    check("graph", torch.equal(out, want) and torch.equal(lse, want_lse), "a replayed graph gives another answer")
+    before = len(api._compiled)
+    for rows, keys, batch in ((1, 5, 1), (77, 300, 3), (300, 77, 2)):
+        x = inputs(replace(c, rows=rows, keys=keys, batch=batch, seed=rows, scale=0.3))
+        api.attention(x[0], x[1], x[2], x[3], x[4], x[5])
+    check("compiles", len(api._compiled) == before, f"{len(api._compiled) - before} compiles for new lengths and scales")
+    torch.cuda.synchronize()
+    t = time.perf_counter()
+    for _ in range(200):
+        api.attention(q, k, v, record, captures, ints)
+    us = (time.perf_counter() - t) / 200 * 1e6
+    torch.cuda.synchronize()
+    check("call", us < 200, f"{us:.0f} us a call")
+    print(f"call {us:.1f} us on the host", flush=True)
+    return found
 
 
 def version(distribution: str, module: str) -> str:
@@ -410,6 +522,10 @@ def main() -> int:
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
         for part in pool.map(_work, sorted(groups.values(), key=len, reverse=True)):
             done += part
+    if not args.only:
+        extra = behaviour()
+        done += extra
+        cases += [c for c, _ in extra]
     failed = [(c, r) for c, r in done if not r["ok"]]
     passed = [(c, r) for c, r in done if r["ok"]]
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])

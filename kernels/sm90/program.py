@@ -1,0 +1,285 @@
+"""Emit a score program (`kernels/expr.py`) as CuTe DSL code for one element of the score tile.
+
+An `Emitter` lives as long as one tile.  A node is computed once for every set of indices it depends on: what does not
+change along the keys once a row, what does not change along the rows once a column.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cutlass_dsl import select_
+
+from ..expr import Expr
+from .variant import Capture
+
+LOG2E = math.log2(math.e)
+INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+_CASTS = {
+    "float32": Float32, "float64": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16,
+    "int32": Int32, "int64": Int64, "bool": Boolean,
+}
+
+
+class Emitter:
+    """Evaluates programs at (b, h, q, k)."""
+
+    def __init__(self, captures: Sequence[Capture], tensors: Sequence[Any], ints: Sequence[Any], b: Any, h: Any,
+                 col0: Any, keys: Any):
+        self.captures, self.tensors, self.ints, self.b, self.h = captures, tensors, ints, b, h
+        self.col0, self.keys = col0, keys
+        self._memo: dict[Any, Any] = {}
+        self._axes: dict[Expr, frozenset[str]] = {}
+
+    def axes(self, e: Expr) -> frozenset[str]:
+        """Indices that the value of a node changes with; ``s`` stands for the score."""
+        found = self._axes.get(e)
+        if found is None:
+            if e.op == "score":
+                found = frozenset("s")
+            elif e.op == "index":
+                found = frozenset(e.args[0])
+            elif e.op == "load":
+                found = frozenset(self.captures[e.args[0]].axes)
+            else:
+                found = frozenset().union(*(self.axes(c) for c in e.children()))
+            self._axes[e] = found
+        return found
+
+    def __call__(self, e: Expr, row: tuple[int, Any], column: tuple[int, Any], score: Any) -> Any:
+        """Value of `e`; row is (static number, index), column (offset from col0, index): equal ones are recognised."""
+        axes = self.axes(e)
+        key = (e, row[0] if axes & {"q", "s"} else None, column[0] if axes & {"k", "s"} else None)
+        if "s" in axes:  # used at one element only
+            return self._emit(e, row, column, score)
+        if key not in self._memo:
+            self._memo[key] = self._emit(e, row, column, score)
+        return self._memo[key]
+
+    def _load(self, n: int, row: Any, column: Any) -> Any:
+        capture, tensor = self.captures[n], self.tensors[n]
+        if not capture.unit:
+            x = tensor[self.b, self.h, row[1], cutlass.min(self.col0 + column[0], self.keys - 1)]
+            return _value(x, capture.dtype)
+        key = ("row", n, row[0] if "q" in capture.axes else None)
+        if key not in self._memo:
+            self._memo[key] = cute.domain_offset((self.b, self.h, row[1], self.col0), tensor).iterator
+        start, c, size = self._memo[key], column[0], tensor.element_type.width // 8
+        if not capture.pairs:
+            x = _ld(_WORDS[size], f"b{8 * size}", start, c * size, self.inside(c))
+            return _decode(x, capture.dtype)
+        pair = (*key, c // 2)
+        if pair not in self._memo:
+            even = c - c % 2
+            if size == 4:
+                self._memo[pair] = cute.arch.inline_ptx(
+                    f"ld.global.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {even * size}];", write_only_types=[Int32, Int32],
+                    read_only_args=[start], predicate=self.inside(even))
+            else:
+                word = _ld(Int32, "b32", start, even * size, self.inside(even))
+                self._memo[pair] = (word, word >> 16)
+        return _decode(self._memo[pair][c % 2], capture.dtype)
+
+    def inside(self, c: int) -> Any:
+        """Whether column c of this thread is a key."""
+        if ("in", c) not in self._memo:
+            self._memo["in", c] = self.col0 + c < self.keys
+        return self._memo["in", c]
+
+    def _emit(self, e: Expr, row: Any, column: Any, score: Any) -> Any:
+        match e.op:
+            case "score":
+                return score
+            case "const":
+                x = e.args[0]
+                return Boolean(x) if isinstance(x, bool) else Int32(x) if isinstance(x, int) else Float32(x)
+            case "index":
+                return {"b": self.b, "h": self.h, "q": row[1], "k": column[1]}[e.args[0]]
+            case "sym":
+                return self.ints[e.args[0]]
+            case "load":
+                return self._load(e.args[0], row, column)
+            case "div" if e.args[1].op == "const":  # a true division branches, and branches here stall the products
+                return as_float(self(e.args[0], row, column, score)) * (1.0 / e.args[1].args[0])
+            case "cast":
+                x, kind = self(e.args[0], row, column, score), e.args[1]
+                return _cast(x, kind)
+            case "where":
+                c, x, y = (self(a, row, column, score) for a in e.args)
+                x, y = _common(x, y)
+                return select_(as_bool(c), x, y)
+        return _OPS[e.op](*(self(a, row, column, score) for a in e.args))
+
+
+# What one load of a capture gives, by its size; the bits are taken apart in `_decode`.
+_WORDS = {1: Int32, 2: Int32, 4: Int32, 8: Int64}
+
+
+def _ld(kind: Any, suffix: str, start: Any, offset: int, inside: Any) -> Any:
+    """Load without a branch; undefined where not `inside`, which only touches scores that are masked afterwards."""
+    suffix = {"b8": "u8", "b16": "u16"}.get(suffix, suffix)
+    code = f"ld.global.{suffix} {{$w0}}, [{{$r0}} + {offset}];"
+    return cute.arch.inline_ptx(code, write_only_types=[kind], read_only_args=[start], predicate=inside)
+
+
+def _decode(bits: Any, kind: str) -> Any:
+    """Value of a loaded word (its low bits for 16-bit kinds)."""
+    if kind == "float32":
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+    if kind == "bfloat16":
+        return cute.arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[bits])
+    if kind == "float16":
+        return cute.arch.inline_ptx("{ .reg .b16 l, u; mov.b32 {l, u}, {$r0}; cvt.f32.f16 {$w0}, l; }",
+                                    write_only_types=[Float32], read_only_args=[bits])
+    if kind == "bool":
+        return (bits & 255) != 0
+    return bits
+
+
+def _value(x: Any, kind: str) -> Any:
+    """The same for an element read through its tensor."""
+    if kind == "bool":
+        return x != cutlass.Uint8(0)
+    return x if kind == "int64" else x.to(Int32) if kind in INTEGERS else x.to(Float32)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Float32)
+
+
+def as_float(x: Any) -> Any:
+    if isinstance(x, Boolean):
+        return select_(x, Float32(1.0), Float32(0.0))
+    return x if _is_float(x) else x.to(Float32)
+
+
+def _int(x: Any) -> Any:
+    if isinstance(x, Boolean):
+        return select_(x, Int32(1), Int32(0))
+    return x
+
+
+def as_bool(x: Any) -> Any:
+    if isinstance(x, Boolean):
+        return x
+    return x != 0.0 if _is_float(x) else x != 0
+
+
+def _common(x: Any, y: Any) -> tuple[Any, Any]:
+    """Both operands in the wider of their kinds: bool < int32 < int64 < float32."""
+    if _is_float(x) or _is_float(y):
+        return as_float(x), as_float(y)
+    if isinstance(x, Boolean) and isinstance(y, Boolean):
+        return x, y
+    x, y = _int(x), _int(y)
+    if isinstance(x, Int64) or isinstance(y, Int64):
+        return x.to(Int64), y.to(Int64)
+    return x, y
+
+
+def _numbers(x: Any, y: Any) -> tuple[Any, Any]:
+    x, y = _common(x, y)
+    return (_int(x), _int(y)) if isinstance(x, Boolean) else (x, y)  # both are bool then
+
+
+def _cast(x: Any, kind: str) -> Any:
+    to = _CASTS[kind]
+    if to is Boolean:
+        return as_bool(x)
+    if to in (Int32, Int64):
+        return x.to(to) if _is_float(x) or kind == "int64" else _int(x)
+    x = as_float(x)
+    return x if to is Float32 else x.to(to).to(Float32)
+
+
+def _floordiv(x: Any, y: Any) -> Any:
+    x, y = _numbers(x, y)
+    return cute.math.floor(x / y) if _is_float(x) else x // y
+
+
+def _mod(x: Any, y: Any) -> Any:
+    x, y = _numbers(x, y)
+    return x - _floordiv(x, y) * y
+
+
+def _extreme(x: Any, y: Any, largest: bool) -> Any:
+    x, y = _numbers(x, y)
+    if _is_float(x):
+        return (cute.arch.fmax if largest else cute.arch.fmin)(x, y, nan=True)
+    return select_(x > y if largest else x < y, x, y)
+
+
+def _tanh(x: Any) -> Any:
+    """1 - 2 / (1 + e^2x): absolute error of about 1e-7, where the hardware's tanh has 5e-4, too much for fp16 softcap."""
+    e = cute.math.exp2(as_float(x) * (2.0 * LOG2E), fastmath=True)
+    return Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(e + 1.0)
+
+
+def _sigmoid(x: Any) -> Any:
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(as_float(x) * -LOG2E, fastmath=True))
+
+
+def _sign(x: Any) -> Any:
+    if _is_float(x):
+        return select_(x > 0.0, Float32(1.0), select_(x < 0.0, Float32(-1.0), x))
+    x = _int(x)
+    return select_(x > 0, Int32(1), select_(x < 0, Int32(-1), Int32(0)))
+
+
+def _abs(x: Any) -> Any:
+    x = x if _is_float(x) else _int(x)
+    return select_(x < x.__class__(0), -x, x)
+
+
+def _arith(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda x, y: f(*_numbers(x, y))
+
+
+def _unary(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: f(as_float(x))
+
+
+_OPS: dict[str, Callable[..., Any]] = {
+    "add": _arith(lambda x, y: x + y),
+    "sub": _arith(lambda x, y: x - y),
+    "mul": _arith(lambda x, y: x * y),
+    "div": lambda x, y: as_float(x) / as_float(y),
+    "floordiv": _floordiv,
+    "mod": _mod,
+    "pow": lambda x, y: cute.math.pow(as_float(x), as_float(y)),
+    "minimum": lambda x, y: _extreme(x, y, False),
+    "maximum": lambda x, y: _extreme(x, y, True),
+    "neg": lambda x: -(x if _is_float(x) else _int(x)),
+    "abs": _abs,
+    "exp": _unary(lambda x: cute.math.exp2(x * LOG2E, fastmath=True)),
+    "exp2": _unary(lambda x: cute.math.exp2(x, fastmath=True)),
+    "log": _unary(cute.math.log),
+    "log2": _unary(cute.math.log2),
+    "log1p": _unary(cute.math.log1p),
+    "sqrt": _unary(cute.math.sqrt),
+    "rsqrt": _unary(cute.math.rsqrt),
+    "reciprocal": _unary(lambda x: Float32(1.0) / x),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "relu": lambda x: _extreme(x, Float32(0.0) if _is_float(x) else Int32(0), True),
+    "erf": _unary(cute.math.erf),
+    "sin": _unary(cute.math.sin),
+    "cos": _unary(cute.math.cos),
+    "floor": lambda x: cute.math.floor(x) if _is_float(x) else _int(x),
+    "ceil": lambda x: cute.math.ceil(x) if _is_float(x) else _int(x),
+    "sign": _sign,
+    "eq": _arith(lambda x, y: x == y),
+    "ne": _arith(lambda x, y: x != y),
+    "lt": _arith(lambda x, y: x < y),
+    "le": _arith(lambda x, y: x <= y),
+    "gt": _arith(lambda x, y: x > y),
+    "ge": _arith(lambda x, y: x >= y),
+    "and": lambda x, y: as_bool(x) & as_bool(y),
+    "or": lambda x, y: as_bool(x) | as_bool(y),
+    "not": lambda x: ~as_bool(x),
+    "xor": lambda x, y: as_bool(x) ^ as_bool(y),
+}

@@ -1,0 +1,244 @@
+"""Kernels without a GPU: what is supported, how work is dealt out, and what ptxas makes of every kind of variant."""
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fa_inductor.kernels import api
+from fa_inductor.kernels.expr import SCORE, Expr, const, index, load
+from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
+from fa_inductor.kernels.sm90.variant import SMEM_LIMIT, Capture, Forward, padded
+
+
+def record(**kw) -> Attention:
+    base = dict(q_heads=8, kv_heads=2, head_dim=128, head_dim_v=128, dtype="bfloat16", scale=0.1)
+    return Attention(**{**base, **kw})
+
+
+# ---------------------------------------------------------------------- support
+
+
+def test_import_needs_no_dsl() -> None:
+    code = ("import sys, fa_inductor.kernels.api as a; a.available(); a.variants();"
+            "print([m for m in sys.modules if m.split('.')[0] in ('cutlass', 'tvm_ffi')])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_available_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(api.metadata, "version", version)
+    for installed, expected in (({}, None), ({"nvidia-cutlass-dsl": "4.7.9"}, "4.7.9"), ({"nvidia-cutlass-dsl": "5.0"}, "5.0"),
+                                ({"nvidia-cutlass-dsl": "nightly"}, "nightly")):
+        versions.update(installed)
+        api.available.cache_clear()
+        why = api.available()
+        assert why is None if expected is None else expected in str(why)
+    for name in ("apache-tvm-ffi", "nvidia-cutlass-dsl"):
+        versions.pop(name)
+        api.available.cache_clear()
+        assert "not installed" in str(api.available())
+    api.available.cache_clear()
+
+
+@pytest.mark.parametrize("kw", [
+    {}, {"dtype": "float16"}, {"scale": 0.0}, {"scale": -2.0}, {"head_dim": 192}, {"head_dim": 8, "head_dim_v": 8},
+    {"head_dim": 256, "head_dim_v": 256}, {"sink": 0}, {"q_heads": 12, "kv_heads": 1},
+    {"mask": (Band(None, Sym(0)), Band(-5, None), KeyPadding(0))}, {"mask": (Chunk(128), Documents(0, 1))},
+    {"mask": (Dense(0),), "empty_rows": "zero"}, {"score": Expr("add", (SCORE, load(0)))},
+    {"score": Expr("tanh", (SCORE,)), "mask": (Predicate(Expr("le", (index("k"), index("q")))),)},
+])
+def test_supported(kw: dict) -> None:
+    assert api.supports(record(**kw), "sm_90") is None
+
+
+@pytest.mark.parametrize(("kw", "word"), [
+    ({"dtype": "float32"}, "float32"), ({"head_dim": 264}, "264"), ({"head_dim": 100}, "100"),
+    ({"head_dim": 64, "head_dim_v": 256}, "wider"), ({"scale": float("nan")}, "finite"),
+    ({"mask": (KeyPadding(0), KeyPadding(1))}, "KeyPadding"), ({"mask": (Dense(0), Dense(1))}, "Dense"),
+    ({"mask": (Predicate(Expr("gt", (SCORE, const(0.0)))),)}, "score"),
+    ({"score": Expr("add", (SCORE, const(1 << 40)))}, "32 bits"),
+    ({"score": Expr("add", (SCORE, Expr("cast", (load(0), "complex64"))))}, "complex64"),
+    ({"score": Expr("add", (load(4), Expr("add", (load(3), Expr("add", (load(2), Expr("add", (load(1), load(0)))))))))}, "5 tensors"),
+])
+def test_refused(kw: dict, word: str) -> None:
+    assert word in str(api.supports(record(**kw), "sm_90"))
+
+
+def test_refused_arch() -> None:
+    assert "sm_80" in str(api.supports(record(), "sm_80"))
+    with pytest.raises(ValueError, match="sm_100"):
+        api.compile_variant(Forward("bfloat16", 64, 64), "sm_100")
+
+
+def test_bad_tensors_are_refused() -> None:
+    q = torch.zeros(1, 8, 4, 128, dtype=torch.bfloat16)
+    k = torch.zeros(1, 2, 4, 128, dtype=torch.bfloat16)
+    for args, word in (((q, k, k), "CUDA"), ((q[:, :4], k, k), "record"), ((q, k[:, :, :3], k), "match"),
+                       ((q.half(), k, k), "float16")):
+        with pytest.raises(ValueError, match=word):
+            api.attention(*args, record())
+
+
+def test_one_variant_for_all_lengths_and_offsets() -> None:
+    causal = record(mask=(Band(None, 0),))
+    for other in (record(mask=(Band(None, Sym(0)),)), record(mask=(Band(None, -7),), scale=3.0),
+                  record(mask=(Band(None, 0),), q_heads=5, kv_heads=5, layout="bhsd", head_dim=104)):
+        assert api.variant_of(other) == api.variant_of(causal)
+    assert api.variant_of(record(scale=-1.0)) != api.variant_of(record())
+
+
+def test_captures_are_read_where_they_change() -> None:
+    r = record(score=Expr("add", (SCORE, load(2))), sink=0)
+    sink = torch.zeros(8, dtype=torch.bfloat16)
+    for bias, expected in (
+        (torch.zeros(8, 1, 1), Capture("float32", "h")),
+        (torch.zeros(1, 8, 6, 6).expand(4, 8, 6, 6), Capture("float32", "hqk", True, True)),
+        (torch.zeros(6, 7, dtype=torch.half), Capture("float16", "qk", True)),
+        (torch.zeros(7, 6).T, Capture("float32", "qk")),
+        (torch.zeros(6, 6, dtype=torch.bfloat16)[:, 1:5], Capture("bfloat16", "qk", True)),
+    ):
+        v = api.variant_of(r, (sink, sink, bias))
+        assert v.captures == (expected,) and v.sink == "bfloat16" and v.score == Expr("add", (SCORE, load(0)))
+
+
+# ---------------------------------------------------------------------- how work is dealt out
+
+
+@pytest.fixture
+def plain_ints(monkeypatch: pytest.MonkeyPatch):
+    """The kernel's index arithmetic on Python integers."""
+    from fa_inductor.kernels.sm90 import forward
+
+    grid = SimpleNamespace(size=1, block=0)
+    arch = SimpleNamespace(grid_dim=lambda: (grid.size,), block_idx=lambda: (grid.block,), make_warp_uniform=lambda x: x)
+    monkeypatch.setattr(forward, "select_", lambda c, a, b: a if c else b)
+    monkeypatch.setattr(forward, "cutlass", SimpleNamespace(min=min, max=max))
+    monkeypatch.setattr(forward, "Int32", int)
+    monkeypatch.setattr(forward, "cute", SimpleNamespace(arch=arch))
+    return object.__new__(forward.ForwardKernel), grid
+
+
+@pytest.mark.parametrize(("band", "sms"), product((False, True), (1, 7, 132)))
+def test_every_tile_is_done_once(plain_ints, monkeypatch: pytest.MonkeyPatch, band: bool, sms: int) -> None:
+    kernel, grid = plain_ints
+    monkeypatch.setattr(api, "_sm_count", lambda _: sms)
+    for rows, heads, batch, keys in product((1, 128, 129, 500, 1024, 1500), (1, 6), (1, 3), (1, 900, 5000)):
+        v = kernel.v = Forward("bfloat16", 128, 128, band_hi=band)
+        kernel.t = v.tile
+        section, grid.size = api.schedule(v, batch, heads, 1, rows, keys, -(1 << 29), 1 << 29, 0)
+        m_blocks = -(-rows // v.tile.rows)
+        total, done = m_blocks * heads * batch, []
+        for block in range(grid.size):
+            grid.block, turn = block, 0
+            while (item := kernel._item(turn, section)) < total:
+                done.append(kernel._decode(item, rows, heads, batch, section))
+                turn += 1
+        assert sorted(done) == sorted(product(range(m_blocks), range(heads), range(batch)))
+
+
+def test_key_tiles_cover_what_is_seen(plain_ints) -> None:
+    kernel, _ = plain_ints
+    for rows, keys, lo, hi, chunk in product((1, 130, 300), (1, 128, 390), (None, -200, -3, 50), (None, -150, 0, 5, 400),
+                                             (None, (100, 37))):
+        v = kernel.v = Forward("bfloat16", 128, 128, band_lo=lo is not None, band_hi=hi is not None, chunk=chunk is not None)
+        kernel.t = v.tile
+        size, offset = chunk or (1, 0)
+        for m in range(-(-rows // v.tile.rows)):
+            q = range(m * v.tile.rows, min(rows, (m + 1) * v.tile.rows))
+            tiles = {j // v.tile.keys for i in q for j in range(keys)
+                     if (lo is None or j >= i + lo) and (hi is None or j <= i + hi)
+                     and (chunk is None or j // size == (i + offset) // size)}
+            first, last = kernel._key_tiles(m, 0, rows, keys, None, (lo or 0, hi or 0, size, offset))
+            assert tiles <= set(range(first, last)) and 0 <= first and last <= -(-keys // v.tile.keys)
+            if tiles and chunk is None:
+                assert set(range(first, last)) == tiles
+
+
+# ---------------------------------------------------------------------- ptxas
+
+PRODUCTS, WARPGROUP, LOCAL_STORE, LOCAL_LOAD = (0x9F0, 0xDF0), 0x9C5, 0x387, 0x983
+"""Low 12 bits of sm_90 instructions: tensor core products (first operand in shared memory, in registers), a wait for or a
+fence of products, register spills."""
+
+
+def resources(cubin: bytes) -> list[dict[str, int]]:
+    """Registers, stack bytes and instruction counts of each kernel in an ELF image (``.nv.info`` attributes 0x2f, 0x11
+    and 0x12, as ``cuobjdump -res-usage`` prints them; the symbol index in a section's info ties them together)."""
+    offset = struct.unpack_from("<Q", cubin, 0x28)[0]
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
+    base = headers[names][4]
+    found, registers, stack = {}, {}, {}
+    for name, _, _, _, at, length, _, info, _, _ in headers:
+        text = cubin[base + name:cubin.index(b"\0", base + name)].decode()
+        if text.startswith(".text."):
+            codes = [w & 0xFFF for (w, _) in struct.iter_unpack("<QQ", cubin[at:at + length])]
+            found[info & 0xFFFFFF] = {"products": sum(codes.count(c) for c in PRODUCTS), "waits": codes.count(WARPGROUP),
+                          "spills": codes.count(LOCAL_STORE) + codes.count(LOCAL_LOAD), "code": length}
+        elif text == ".nv.info":
+            end = at + length
+            while at < end:
+                form, kind, value = struct.unpack_from("<BBH", cubin, at)
+                at += 4
+                if form == 4:
+                    symbol, number = struct.unpack_from("<II", cubin, at) if value == 8 else (0, 0)
+                    if kind == 0x2F:
+                        registers[symbol] = number
+                    elif kind in (0x11, 0x12):
+                        stack[symbol] = stack.get(symbol, 0) + number
+                    at += value
+    return [{**kernel, "registers": registers[s], "stack": stack[s]} for s, kernel in found.items()]
+
+
+BY_NAME = {v.name: v for v in api.variants()}
+COMPILED = [n for n, v in BY_NAME.items() if (
+    (v == Forward("bfloat16", v.dim, v.dim_v, empty="nan") and v.dim not in (32, 160, 224))
+    or (v.dim in (64, 256) and v.padding and not v.has_program)
+    or (v.dim == 128 and (v.band_lo or v.dense or v.has_program and v.captures))
+    or (v.dim == 256 and v.has_program) or v.sink or v.chunk)]
+
+
+def test_all_variants_fit() -> None:
+    assert len(BY_NAME) == len(api.variants())
+    for v in BY_NAME.values():
+        t = v.tile
+        assert v.smem_bytes + 1024 <= SMEM_LIMIT, v.name
+        assert t.keys % 16 == 0 and t.rows % 64 == 0 and t.stages >= 2
+        assert (t.warpgroups * t.consumer_regs + t.producer_regs) * 128 <= 65536, v.name
+    for d in range(8, 257, 8):
+        assert padded(d) >= d and padded(d) % 32 == 0 and Forward("float16", padded(d), padded(d)).tile
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    from fa_inductor.kernels.sm90.compile import compile_forward
+
+    v = BY_NAME[name]
+    compile_forward(v, f"--keep-cubin --dump-dir={tmp_path}")
+    (image,) = tmp_path.glob("*.cubin")
+    main = [k for k in resources(image.read_bytes()) if k["products"]]
+    assert len(main) == 1
+    k = main[0]
+    assert k["spills"] == 0 and k["stack"] == 0, k
+    # Registers at launch; setmaxnreg deals them out afterwards.
+    assert k["registers"] == 65536 // v.threads // 8 * 8, k
+    # One k block of 16 a product: S of the first tile and of the loop, PV of the loop and of the last tile.
+    assert k["products"] == 2 * (v.dim + v.tile.keys) // 16, k
+    # Were the products run one by one, each would have its own wait.
+    assert k["waits"] < k["products"], k
+    assert k["code"] < 200_000
