@@ -3,11 +3,11 @@
 Measured by ``tests/bench_cpu_rule.py``; the figures are in ``tests/results/cpu_sdpa_rule.json`` (one thread, 8 heads,
 head dims 32 to 128, float32 and bfloat16).  Speed-ups over the compiled eager chain in inference, S = Sq = Sk:
 
-    no mask, causal (GQA too)   0.5 to 1.3 up to S = 64, 1.0 to 1.9 at 128, 1.1 to 8 at 256, 1.1 to 11 from 512 on
+    no mask, causal (GQA too)   0.5 to 1.3 up to S = 64, 1.0 to 1.9 at 128, 1.0 to 8 at 256, 1.1 to 11 from 512 on
     key padding                 0.5 to 0.9 up to S = 64, 0.8 to 1.2 at 128 and 256, 1.9 to 2.8 from 512 on
     bias                        0.4 to 1.2 up to S = 512, 1.2 at 1024 (other masks that become a tensor: as a bias)
 
-In training the operator loses: float32 gradients come from the reference (0.3 to 0.6), half ones from the fused
+In training the operator loses: float32 gradients come from the reference (0.4 to 0.7), half ones from the fused
 backward in float32 (0.3 to 1.0; causal at 1024 alone 2.1), because the fused backward in the input dtype is outside
 the numerics contract.
 """
