@@ -82,7 +82,10 @@ class Form:
     sizes: dict[str, int] | None = None
     dtypes: tuple[str, ...] = ("float32",)
     expect: Expect = 1
+    train: Expect | str = "same"
+    """What is expected in training, where that is something else."""
     modes: tuple[str, ...] = tuple(MODES)
+    outliers: bool = True
 
 
 def args(text: str, *more: Arg) -> list[Arg]:
@@ -143,7 +146,10 @@ def results(fn: Callable[..., Any], inputs: Sequence[Tensor], train: bool) -> tu
 
 
 def check_form(form: Form, mode: str, dtype: str) -> Compiled:
-    return check(form.fn, form.spec, **MODES[mode], expect=form.expect, dtype=getattr(torch, dtype), sizes=form.sizes)
+    """`check` with what is expected of ``form`` in a mode of `MODES`."""
+    expect = form.train if mode.startswith("train") and form.train != "same" else form.expect
+    return check(form.fn, form.spec, **MODES[mode], expect=expect,  # type: ignore[arg-type]
+                 dtype=getattr(torch, dtype), sizes=form.sizes, outliers=form.outliers)
 
 
 def check_report(expect: Expect) -> None:

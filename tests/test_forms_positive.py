@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import pytest
+from forms_masked import FORMS as MASKED
 from forms_support import check_form
-from forms_written import FORMS
+from forms_written import FORMS as WRITTEN
 
 CASES = [pytest.param(form, mode, dtype, id=f"{name}-{mode}-{dtype}")
-         for name, form in FORMS.items() for mode in form.modes for dtype in form.dtypes]
+         for name, form in {**WRITTEN, **MASKED}.items() for mode in form.modes for dtype in form.dtypes]
 
 
 @pytest.mark.parametrize(("form", "mode", "dtype"), CASES)
