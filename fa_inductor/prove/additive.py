@@ -10,7 +10,7 @@ from torch import fx
 
 from .atoms import Draft, PredicateDraft, classify, proves_nonempty
 from .evaluate import Evaluator
-from .values import FALSE, TRUE, And, Apply, Const, Pred, Select, Tree, Undecided
+from .values import FALSE, TRUE, And, Apply, Const, Pred, Select, Tree, Undecided, Value
 
 MASK_THRESHOLD = -3e4
 """A constant at or below it, added to a score, is a mask; above it is a bias."""
@@ -62,19 +62,28 @@ class AdditiveProof(MaskProof):
         return self.fills[0] if len(self.fills) == 1 else None
 
 
-def prove_boolean(ev: Evaluator, node: fx.Node, index: Sequence[Any]) -> MaskProof:
-    """What a boolean mask attends to (true = attend); integer and float masks count by ``!= 0``.
+def prove_boolean(ev: Evaluator, node: fx.Node, index: Sequence[Any], attend: bool = True) -> MaskProof:
+    """What a boolean mask attends to; integer and float masks count by ``!= 0``.
 
     Args:
         node: the mask tensor, any rank.
         index: per dimension of the mask an integer expression of the axes ``b h q k`` (`values.AXES`, sympy symbols),
             or 0 for a dimension that is broadcast.
+        attend: the truth value that means "attend"; False for ``masked_fill`` conditions.
     """
-    val = node.meta["val"]
-    value = ev.trees.convert(ev.value(node, index), val.dtype, torch.bool)
-    if not isinstance(value, Pred):
+    try:
+        pred = _truth(ev, ev.value(node, index), node)
+        return _proof(ev, pred if attend else ev.facts.not_(pred))
+    except Undecided:  # too large to simplify: the tensor itself
+        pred = _truth(ev, ev.load(node, tuple(map(ev.integer, index))), node)
+        return _proof(ev, pred if attend else ev.facts.not_(pred))
+
+
+def _truth(ev: Evaluator, value: Value, node: fx.Node) -> Pred:
+    truth = ev.trees.convert(value, node.meta["val"].dtype, torch.bool)
+    if not isinstance(truth, Pred):
         raise TypeError(f"node {node.name!r} gives no truth value")
-    return _proof(ev, value)
+    return truth
 
 
 def prove_additive(
@@ -89,7 +98,10 @@ def prove_additive(
     val = node.meta["val"]
     if dtype is None:
         dtype = val.dtype if val.dtype.is_floating_point else torch.float32
-    value = ev.trees.convert(ev.value(node, index), val.dtype, dtype)
+    try:
+        value = ev.trees.convert(ev.value(node, index), val.dtype, dtype)
+    except Undecided:
+        value = ev.trees.convert(ev.load(node, tuple(map(ev.integer, index))), val.dtype, dtype)
     if not isinstance(value, Tree):
         raise TypeError(f"node {node.name!r} cannot be added to a score")
     if value not in ev.origins and val.dtype == dtype:
@@ -106,8 +118,8 @@ def conjoin(ev: Evaluator, proofs: Sequence[MaskProof]) -> MaskProof:
     """Several masks of one block as one: atoms merged, ``nonempty`` proven for all of them together."""
     try:
         return _proof(ev, ev.facts.and_(*(p.pred for p in proofs)))
-    except Undecided:
-        atoms = tuple(dict.fromkeys(a for p in proofs for a in p.atoms))
+    except Undecided:  # too large to simplify together: the atoms of each
+        atoms = tuple(dict.fromkeys(a for p in proofs for a in classify(ev.facts, p.pred)))
         return MaskProof(atoms, And(tuple(p.pred for p in proofs)), False)
 
 

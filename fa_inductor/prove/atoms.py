@@ -109,7 +109,7 @@ def classify(facts: Facts, pred: Pred) -> tuple[Draft, ...]:
     for i in range(max(len(lows), len(highs))):
         drafts.append(BandDraft(lows[i] if i < len(lows) else None, highs[i] if i < len(highs) else None))
     if keys:
-        drafts.append(KeyPaddingDraft(facts.and_(*keys)))
+        drafts.append(KeyPaddingDraft(And(tuple(keys)) if len(keys) > 1 else keys[0]))
     return (*drafts, *others)
 
 

@@ -32,6 +32,9 @@ HANDLERS: dict[Any, Handler] = {}
 """Overload packet (or plain function) -> evaluation rule; filled by `index_ops` and `pointwise_ops`."""
 
 _MAX_WEIGHT = 64
+"""Operators in one opaque tree; a larger one is read from the graph's own node."""
+_MAX_DEPTH = 64
+"""Nodes followed in a row: no mask producer is deeper, a residual stream of a whole model is."""
 
 
 def rule(*targets: Any) -> Callable[[Handler], Handler]:
@@ -56,18 +59,21 @@ class Context:
 
 
 class Evaluator:
-    """Evaluates nodes for one score matrix shape; share it over all layers of a graph that have this shape."""
+    """Evaluates nodes for one score matrix shape; share it over all layers of a graph that have this shape.
+
+    Raises:
+        Undecided: a size is no polynomial or quotient of size symbols.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        sizes = (ctx.batch, ctx.heads, ctx.q_len, ctx.k_len)
-        self.facts = Facts(tuple(map(_raw_size, sizes)), {})  # type: ignore[arg-type]
+        self.facts = Facts()
         self.trees = Trees(self.facts)
         self._guards_read = 0
-        for n in sizes:
-            self.integer(n)
+        self.facts.set_sizes(*(self.integer(n) for n in (ctx.batch, ctx.heads, ctx.q_len, ctx.k_len)))
         self.origins: dict[Tree, tuple[fx.Node, tuple[Poly, ...]]] = {}
         self._memo: dict[tuple[fx.Node, tuple[Poly, ...]], Value] = {}
+        self._depth = 0
         self._weights: dict[Tree, int] = {}
 
     # -- border -------------------------------------------------------------
@@ -172,11 +178,14 @@ class Evaluator:
         key = (node, at)
         found = self._memo.get(key)
         if found is None:
+            self._depth += 1
             try:
                 at = tuple(Poly({}) if n == 1 else i for i, n in zip(at, self.shape(node), strict=True))
-                found = self._evaluate(node, at)
+                found = self._evaluate(node, at) if self._depth < _MAX_DEPTH else self.load(node, at)
             except Undecided:
                 found = self.load(node, at)
+            finally:
+                self._depth -= 1
             if isinstance(found, Tree):
                 self.origins.setdefault(found, (node, at))
             self._memo[key] = found
@@ -192,7 +201,7 @@ class Evaluator:
         if handler is not None:
             try:
                 return handler(self, node, index)
-            except Undecided:
+            except (Undecided, IndexError):  # IndexError: an argument was given by keyword
                 pass
         return self.pointwise(node, index)
 
@@ -286,26 +295,6 @@ def _inner(x: Any) -> Any:
         opaque = [a for a in x.expr.atoms() if isinstance(a, Opaque)]
         return opaque[0].tree if opaque else x
     return x
-
-
-def _raw_size(n: Any) -> Poly:
-    """A size as a polynomial, before there are facts to simplify with; an odd expression is one unknown symbol."""
-    e = n.node.expr if isinstance(n, torch.SymInt) else n
-    if isinstance(e, Poly):
-        return e
-    if isinstance(e, int | sympy.Integer):
-        return Poly.of(int(e))
-    try:
-        total = Poly({})
-        for monomial, c in sympy.Poly(e, *sorted(e.free_symbols, key=str)).terms():
-            product = Poly.of(int(c))
-            for s, p in zip(sorted(e.free_symbols, key=str), monomial, strict=True):
-                for _ in range(p):
-                    product = product * Poly.of(s)
-            total = total + product
-        return total
-    except (sympy.PolynomialError, TypeError, ValueError) as error:
-        raise Undecided from error
 
 
 def _bound(x: Any) -> int | None:

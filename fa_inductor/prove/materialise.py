@@ -269,6 +269,8 @@ class Materialiser:
         if not t.index:
             return x
         shape = self.ev.shape(x)
+        if not all(self.ev.facts.in_range(i, 0, n) for i, n in zip(t.index, shape, strict=True)):
+            return self._gather(t)
         placed: list[Any] = []
         for i in t.index:
             axis = next((s for s in AXES if s in i.free), None)
@@ -296,7 +298,13 @@ class Materialiser:
         return x
 
     def _gather(self, t: Load) -> fx.Node:
-        return self.call(aten.index.Tensor, t.node, [self.tensor(i) for i in t.index])
+        """Reads at any index; one outside the tensor is clamped, since a selection discards what is read there."""
+        facts = self.ev.facts
+        index = []
+        for i, n in zip(t.index, self.ev.shape(t.node), strict=True):
+            inside = facts.in_range(i, 0, n)
+            index.append(self.tensor(i if inside else facts.maximum(Poly({}), facts.minimum(i, n - 1))))
+        return self.call(aten.index.Tensor, t.node, index)
 
     def per_token(self, node: fx.Node, axis: int) -> fx.Node:
         """``[B or 1, 1, .., S, ..]`` as ``[B or 1, S]``; axis 2 for queries, 3 for keys."""
@@ -345,7 +353,11 @@ class _Numbering:
 
     def __init__(self, materialiser: Materialiser, captures: list[fx.Node], ints: list[Int]) -> None:
         self.m, self.captures, self.ints = materialiser, captures, ints
-        self.builder = ProgramBuilder(lambda t: self.capture(materialiser._sized(materialiser.tree(t))), self.host)
+        self.builder = ProgramBuilder(self.load, self.host)
+
+    def load(self, x: Tree | Poly) -> int:
+        """A capture that is read inside a program; integers as int64, so that arithmetic on them does not wrap."""
+        return self.capture(self.m.tensor(x) if isinstance(x, Poly) else self.m._sized(self.m.tree(x)))
 
     def capture(self, node: fx.Node) -> int:
         if node not in self.captures:

@@ -65,11 +65,11 @@ class ProgramBuilder:
     """Translates values to `Expr`.
 
     Args:
-        capture: registers a tree or predicate that depends on at most one of q and k, returns its capture number.
+        capture: registers a value that depends on at most one of q and k, returns its capture number.
         host: registers an axis-free integer, returns its number among the operator's ``ints``.
     """
 
-    def __init__(self, capture: Callable[[Tree], int], host: Callable[[Poly], int]) -> None:
+    def __init__(self, capture: Callable[[Tree | Poly], int], host: Callable[[Poly], int]) -> None:
         self._capture = capture
         self._host = host
 
@@ -109,7 +109,7 @@ class ProgramBuilder:
             case Indicator(pred=p):
                 return Expr("where", (self.pred(p), ex.const(1), ex.const(0)))
             case Opaque(tree=t):
-                return self.tree(t)
+                return self.tree(t) if _BOTH <= axes_of(t) else ex.load(self._capture(Poly.of(a)))
         raise Undecided
 
     def pred(self, p: Pred) -> Expr:

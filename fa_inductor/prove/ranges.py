@@ -7,7 +7,6 @@ everything built on `Ranges.nonneg` errs on the side of keeping a predicate.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -18,31 +17,31 @@ _MAX_DEPTH = 14
 
 
 class Ranges:
-    """Ranges of the symbols of one score matrix, and what follows from them.
+    """Ranges of the symbols of one score matrix, and what follows from them."""
 
-    Args:
-        sizes: number of batches, query heads, queries and keys.
-        ranges: for size symbols, ``(lower, upper)`` with None where unbounded; a symbol that is missing here has no
-            known bound at all.
-    """
-
-    def __init__(
-        self, sizes: tuple[Poly, Poly, Poly, Poly], ranges: Mapping[Any, tuple[int | None, int | None]]
-    ) -> None:
-        self.sizes = dict(zip((AXIS_B, AXIS_H, AXIS_Q, AXIS_K), sizes, strict=True))
-        self._upper: dict[Any, Poly] = {a: n - 1 for a, n in self.sizes.items()}
+    def __init__(self) -> None:
+        self.sizes: dict[Any, Poly] = {}
+        self._upper: dict[Any, Poly] = {}
         self._nonneg: dict[Poly, bool] = {}
         self._ranges: dict[Any, tuple[int | None, int | None]] = {}
-        self._axis_sizes = {a for n in sizes for a in n.atoms() if n == Poly.of(a)}
-        for symbol, (lo, hi) in ranges.items():
-            self.learn(symbol, lo, hi)
-        self._loops = 0
         self._guards: list[Poly] = []
+        self._loops = 0
+
+    def set_sizes(self, batch: Poly, heads: Poly, q_len: Poly, k_len: Poly) -> None:
+        """Bounds the axes ``b h q k``; each has at least one position."""
+        self.sizes = dict(zip((AXIS_B, AXIS_H, AXIS_Q, AXIS_K), (batch, heads, q_len, k_len), strict=True))
+        self._upper |= {a: n - 1 for a, n in self.sizes.items()}
+        for n in self.sizes.values():
+            for a in n.atoms():
+                if n == Poly.of(a) and isinstance(a, sympy.Symbol):
+                    lo, hi = self._ranges.get(a, (None, None))
+                    self._ranges[a] = (max(1, lo or 1), hi)
+        self._nonneg.clear()
 
     def learn(self, symbol: Any, lo: int | None, hi: int | None) -> None:
-        """Note the range of a size symbol; an axis has at least one position."""
+        """Note the range ``lo <= symbol <= hi`` of a size symbol, None where unbounded."""
         if symbol not in self._ranges:
-            self._ranges[symbol] = (max(1, lo or 1) if symbol in self._axis_sizes else lo, hi)
+            self._ranges[symbol] = (lo, hi)
             self._nonneg.clear()
 
     def loop_symbol(self, upper: Poly) -> sympy.Symbol:

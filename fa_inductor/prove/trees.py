@@ -280,6 +280,9 @@ def _assume(x: Any, p: Pred, holds: bool) -> Any:
 
 def _fold(target: Any, args: Any, kwargs: Any, scalars: frozenset[int], dtype: torch.dtype) -> Tree:
     """The operator run by torch on one element."""
+    if not dtype.is_floating_point and any(isinstance(a, Const) and not math.isfinite(a.value) for a in args) \
+            and dtype != torch.bool:
+        raise Undecided  # what an infinity becomes as an integer depends on the device
     tensors = [
         torch.tensor(a.value if i in scalars else [a.value], dtype=a.dtype) if isinstance(a, Const) else a
         for i, a in enumerate(args)
