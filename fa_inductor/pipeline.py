@@ -106,15 +106,10 @@ class _Pass:
 
     def _pair(self, block: Block, plan: _Plan) -> None:
         """Find the backward of a written-out attention; nothing of score size may stay alive."""
-        if not self.backward:
-            region = region_of(block, self.position)
-            joint = self.joint
-            left = leftovers(block, region, None, joint)
-        else:
-            joint = self.joint
-            region = region_of(block, self.position)
-            plan.backward = find_backward(block, joint) if self._differentiated(region.nodes) else None
-            left = leftovers(block, region, plan.backward, joint)
+        region = region_of(block, self.position)
+        if self.backward and self._differentiated(region.nodes):
+            plan.backward = find_backward(block, self.joint)
+        left = leftovers(block, region, plan.backward, self.position)
         if left:
             forward = [n for n in left if n not in self.backward]
             if forward and any(u not in self.backward for n in forward for u in n.users if u not in region.nodes):

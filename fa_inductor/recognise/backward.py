@@ -144,7 +144,7 @@ def gradient_through(operand: Operand, grad: Node, joint: Joint) -> Node:
     raise Refusal(Code.BACKWARD, "gradient of an expanded operand")
 
 
-def leftovers(block: Block, region: Region, found: Backward | None, joint: Joint) -> list[Node]:
+def leftovers(block: Block, region: Region, found: Backward | None, position: dict[Node, int]) -> list[Node]:
     """Score-sized nodes that something else than the block still needs once its results are replaced."""
     replaced = {block.out}
     members = set(region.nodes)
@@ -152,7 +152,7 @@ def leftovers(block: Block, region: Region, found: Backward | None, joint: Joint
         replaced |= set(found.grads.values())
         members |= found.members
     dead = set(members)
-    todo = sorted(members - replaced, key=joint.position.__getitem__, reverse=True)
+    todo = sorted(members - replaced, key=position.__getitem__, reverse=True)
     changed = True
     while changed:
         changed = False

@@ -12,7 +12,7 @@ from ..reasons import Code, Refusal
 from .axes import Axis, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
 from .nodes import val
 from .operands import Operand, trace_operand
-from .scores import ScorePath, Step, find_scores
+from .scores import ScorePath, Step, factors, find_scores
 from .softmax import Softmax
 from .values import ValuePath, find_values
 
@@ -125,7 +125,7 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
 
 def _product_dims(node: Node, dims: Dims) -> tuple[Dims, Dims, Group]:
     """Dims of both operands of a bmm or mm whose result has ``dims``, and the contracted group."""
-    a = shape_of(val(node.args[0]))
+    a = shape_of(val(factors(node)[0]))
     inner: Group = () if a[-1] == 1 else (Axis(a[-1], "d"),)
     n, r, c = dims[:-2], dims[-2], dims[-1]
     return (*n, r, inner), (*n, inner, c), inner
@@ -135,8 +135,8 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Bl
     k_top = dims[sm.dim]
     left, right, d_top = _product_dims(path.product, path.product_dims)
     keys_last = set(resolve(path.product_dims[-1])) == set(resolve(k_top))
-    q_node, q_dims, k_node, k_dims = ((path.product.args[0], left, path.product.args[1], right) if keys_last else
-                                      (path.product.args[1], right, path.product.args[0], left))
+    a, b = factors(path.product)
+    q_node, q_dims, k_node, k_dims = (a, left, b, right) if keys_last else (b, right, a, left)
     rows = path.product_dims[-2] if keys_last else path.product_dims[-1]
 
     pv = values.product

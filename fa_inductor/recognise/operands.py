@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .axes import AxesError, Axis, Dims, resolve, resolve_dims
-from .nodes import COPIES, arg, aten, constant, is_tensor, is_widening, pull, target
+from .axes import AxesError, Axis, Dims, broadcast_operand, resolve, resolve_dims, shape_of
+from .nodes import COPIES, aten, constant, is_tensor, is_widening, pull, target, val
 
 
 @dataclass
@@ -62,8 +62,6 @@ def trace_operand(node: Node, dims: Dims, *, scales: bool, casts: bool = True) -
         elif casts and is_widening(node):
             step, costs = (node.args[0], dims), True
         elif scales and (s := _scaled(node)) is not None:
-            from .axes import broadcast_operand, shape_of
-            from .nodes import val
             if shape_of(val(s[0])) != shape_of(val(node)):
                 step = (s[0], broadcast_operand(dims, shape_of(val(s[0])), shape_of(val(node))))
             else:
@@ -96,6 +94,3 @@ def is_dropout_mask(node: object) -> bool:
             return True
         todo.extend(n.all_input_nodes)
     return False
-
-
-__all__ = ["Operand", "arg", "is_dropout_mask", "trace_operand"]

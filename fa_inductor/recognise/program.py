@@ -208,6 +208,14 @@ class Reader:
         self._no_mask_yet(step)
         self.expr = Expr("minimum", (self.expr, ex.const(float(c))))
 
+    def _added_product(self, step: Step) -> None:
+        alpha, beta = step.node.kwargs.get("alpha", 1), step.node.kwargs.get("beta", 1)
+        if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
+            raise Refusal(Code.SCALE, step.node.name)
+        self._multiply(step, float(alpha))
+        if beta != 0:
+            self._add_operand(step, self._other(step), float(beta))
+
     def _bias(self, step: Step) -> None:
         self._add_operand(step, self._other(step), 1.0)
 

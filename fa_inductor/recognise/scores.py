@@ -11,6 +11,8 @@ from .nodes import CASTS, VIEWS, aten, is_tensor, pull, target, val
 from .softmax import row_max_of
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
+ADDED_PRODUCTS = {aten.baddbmm.default, aten.addmm.default}
+"""``beta * input + alpha * (A @ B)``."""
 MAX_STEPS = 64
 
 POINTWISE: dict[object, str] = {
@@ -51,6 +53,12 @@ class ScorePath:
     """Nodes of score size between the product and the softmax, the product included."""
 
 
+def factors(product: Node) -> tuple[Node, Node]:
+    """The two matrices of a product node."""
+    i = 1 if target(product) in ADDED_PRODUCTS else 0
+    return product.args[i], product.args[i + 1]  # type: ignore[return-value]
+
+
 def find_scores(x: Node, dims: Dims, k_axes: set[Axis]) -> ScorePath:
     """The path from QK^T to the softmax input ``x``.
 
@@ -59,7 +67,9 @@ def find_scores(x: Node, dims: Dims, k_axes: set[Axis]) -> ScorePath:
     """
     path = _find(x, dims, k_axes, 0)
     if path is None:
-        raise Refusal(Code.NO_QK)
+        blocking = _blocking(x)
+        raise Refusal(Code.NO_QK) if blocking is None else Refusal(
+            Code.SCORE_OP, f"{blocking.name} ({blocking.target})")
     path.steps.reverse()
     path.members.reverse()
     return path
@@ -75,11 +85,12 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
     if not set(resolve(k_axes)) <= _all_axes(dims):
         return None  # no axis of the keys left: a row constant or a partial bias, not the scores
     t = target(node)
-    if t in PRODUCTS:
+    if t in PRODUCTS or t in ADDED_PRODUCTS:
         r, c = dims[-2], dims[-1]
         keys = set(resolve(k_axes))
         if keys == set(resolve(c)) or keys == set(resolve(r)):
-            return ScorePath(node, dims, [], [node])
+            steps = [] if t in PRODUCTS else [Step(node, "added_product", 1, dims, node.args[0])]
+            return ScorePath(node, dims, steps, [node])
         return None
     try:
         pulled = pull(node, dims)
@@ -119,6 +130,28 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
     path.steps.insert(0, Step(node, name, i, dims))
     path.members.insert(0, node)
     return path
+
+
+def _blocking(x: Node) -> Node | None:
+    """The first operation on the way up that is not pointwise, when a product of score size lies behind it."""
+    seen: set[Node] = set()
+    todo: list[tuple[Node, Node | None]] = [(x, None)]
+    while todo and len(seen) < MAX_STEPS:
+        node, first = todo.pop(0)
+        if node in seen or not is_tensor(node) or val(node).numel() == 0:
+            continue
+        seen.add(node)
+        t = target(node)
+        if t in PRODUCTS or t in ADDED_PRODUCTS:
+            if first is not None:
+                return first
+            continue
+        if t is None:
+            continue
+        if first is None and t not in VIEWS and t not in CASTS and t not in POINTWISE:
+            first = node
+        todo += [(a, first) for a in node.all_input_nodes if is_tensor(a) and val(a).dim() >= val(x).dim() - 1]
+    return None
 
 
 def is_row_max(node: Node) -> bool:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..reasons import Code, Refusal
-from .axes import Axis, Dims, resolve, resolve_dims
-from .nodes import CASTS, VIEWS, aten, constant, push, target, val
+from .axes import Axis, Dims, resolve, shape_of
+from .nodes import CASTS, VIEWS, aten, constant, is_tensor, push, target, val
 from .operands import is_dropout_mask
-from .scores import PRODUCTS
+from .scores import POINTWISE, PRODUCTS
 from .softmax import Softmax, safe_row_test
 
 
@@ -74,8 +74,8 @@ def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[
         if t in VIEWS:
             out = push(user, dims)
             if out is None:
-                if t is aten.expand.default:
-                    blocked.append(Refusal(Code.PROB_OP, f"{user.name} broadcasts them"))
+                if t is aten.expand.default or _leads_to_product(user, backward):
+                    blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
                 else:
                     others.append(user)
                 continue
@@ -111,11 +111,10 @@ def _leads_to_product(node: Node, backward: set[Node], depth: int = 8) -> bool:
             continue
         if target(u) in PRODUCTS:
             return True
-        same_rank = getattr(u.meta.get("val"), "dim", lambda: -1)() >= val(node).dim() - 1 if hasattr(
-            node.meta.get("val"), "dim") else False
-        if same_rank and (target(u) in VIEWS or target(u) in CASTS) and _leads_to_product(u, backward, depth - 1):
+        if not is_tensor(u) or not is_tensor(node):
+            continue
+        passes = target(u) in VIEWS or target(u) in CASTS or (
+            target(u) in POINTWISE and shape_of(val(u)) == shape_of(val(node)))
+        if passes and _leads_to_product(u, backward, depth - 1):
             return True
     return False
-
-
-__all__ = ["ValuePath", "find_values", "resolve_dims"]
