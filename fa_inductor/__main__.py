@@ -10,6 +10,7 @@ from pathlib import Path
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("fa_inductor.demo", "encode sentences with a real model, beside plain torch.compile"),
     "doctor": ("fa_inductor.doctor", "versions, GPU, kernel compiler and caches of this machine"),
+    "zoo": ("fa_inductor.zoo", "blocks found and rewritten in small transformers models, against float64"),
 }
 """Verb: (module that has ``main``, one line of help).  A module is imported only when its verb is called."""
 

@@ -17,7 +17,7 @@ CUBE = {"b": 4, "h": 4, "s": 4, "d": 4, "q": 4, "k": 4, "e": 4}
 def form(expect, spec: str, *more: Arg, **keywords):
     """Registers a function as a form; ``expect`` is what the report must say."""
     def register(fn):
-        FORMS[fn.__name__] = Form(fn, args(spec, *more), expect=expect, **{"modes": ("infer", "train"), **keywords})
+        FORMS[fn.__name__] = Form(fn, args(spec, *more), expect=expect, **keywords)
         return fn
     return register
 

@@ -16,7 +16,7 @@ FORMS: dict[str, Form] = {}
 def form(expect, spec: str, *more: Arg, **keywords):
     """Registers a function as a form; ``expect`` is what the report must say."""
     def register(fn):
-        FORMS[fn.__name__] = Form(fn, args(spec, *more), expect=expect, **{"modes": ("infer", "train"), **keywords})
+        FORMS[fn.__name__] = Form(fn, args(spec, *more), expect=expect, **keywords)
         return fn
     return register
 

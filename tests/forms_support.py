@@ -84,7 +84,7 @@ class Form:
     expect: Expect = 1
     train: Expect | str = "same"
     """What is expected in training, where that is something else."""
-    modes: tuple[str, ...] = tuple(MODES)
+    modes: tuple[str, ...] = ("infer", "train")
     outliers: bool = True
 
 
@@ -160,11 +160,15 @@ def check_report(expect: Expect) -> None:
     assert got == want, f"expected {want}\n{report}"
 
 
-def check_close(name: str, ours: Tensor, eager: Tensor, exact: Tensor, size: float | None = None) -> None:
+def check_close(name: str, ours: Tensor, eager: Tensor, exact: Tensor, gradients: float | None = None) -> None:
     """The numerics contract for one tensor.
 
+    The absolute floor is four roundings of the largest value.  A gradient is a sum of terms that cancel (with outliers
+    far larger than itself), in which eager's error and ours differ by luck: over 30 seeds of float32 data by up to 25
+    roundings, with a median ratio of 1.00.  Its floor therefore has 32 roundings of the dtype that sums up.
+
     Args:
-        size: magnitude from which the absolute floor (a few roundings) is taken; that of ``exact`` by default.
+        gradients: the largest value of any gradient, when this is one.
     """
     assert ours.shape == eager.shape and ours.dtype == eager.dtype, f"{name}: {ours.shape} {ours.dtype}"
     if not ours.dtype.is_floating_point:
@@ -177,12 +181,12 @@ def check_close(name: str, ours: Tensor, eager: Tensor, exact: Tensor, size: flo
         return
     o, e, x = (t.double()[ok] for t in (ours, eager, exact))
     eps = torch.finfo(ours.dtype).eps
-    size = float(x.abs().max()) if size is None else size
+    size = float(x.abs().max()) if gradients is None else gradients
+    floor = 4 * eps + (0 if gradients is None else 32 * torch.finfo(up(ours)).eps)
     mine, theirs = (o - x).abs(), (e - x).abs()
-    assert mine.max() <= MAX_RATIO * theirs.max() + 4 * eps * size, (
+    assert mine.max() <= MAX_RATIO * theirs.max() + floor * size, (
         f"{name}: max error {mine.max():.2e}, eager {theirs.max():.2e}, values up to {size:.2e}")
-    mean = float(x.abs().mean()) if size else 0.0
-    assert mine.mean() <= MEAN_RATIO * theirs.mean() + eps * max(mean, size / 8), (
+    assert mine.mean() <= MEAN_RATIO * theirs.mean() + floor * size / 16, (
         f"{name}: mean error {mine.mean():.2e}, eager {theirs.mean():.2e}")
 
 

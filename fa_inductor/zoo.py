@@ -1,0 +1,257 @@
+"""``zoo``: tiny random models of transformers, compiled with this library and judged against float64.
+
+Each model is compiled with Inductor's passes but without code generation, so a line takes seconds and needs no
+compiler: what is shown is what the recogniser makes of the model, and whether the rewritten graph computes the same.
+The same compiled graph runs on two backends, ``reference`` (plain torch) and ``sdpa`` (PyTorch's fused operators,
+where the record allows).
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ATTENTION = ("eager", "sdpa")
+MODES = ("inference", "training")
+BACKENDS = ("reference", "sdpa")
+MAX_RATIO, MEAN_RATIO, FLOOR = 2.0, 1.1, 4.0
+"""The numerics contract: the largest error at most twice and the mean error at most 1.1 times that of the model's own
+eager code in its own dtype, plus ``FLOOR`` roundings of the largest value."""
+BATCH, LENGTH, VOCABULARY = 2, 16, 64
+
+
+@dataclass(frozen=True)
+class _Model:
+    config: str
+    options: dict[str, Any]
+    inputs: str = "ids"
+    """``ids``, ``padded`` (ids and a padding mask), ``pixels`` or ``audio``."""
+    cache: bool = True
+
+
+_SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
+_GROUPED: dict[str, Any] = dict(**_SMALL, num_key_value_heads=2, vocab_size=VOCABULARY)
+_STILL: dict[str, Any] = dict(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+MODELS: dict[str, _Model] = {
+    "llama": _Model("LlamaConfig", _GROUPED),
+    "mistral": _Model("MistralConfig", dict(**_GROUPED, sliding_window=4)),
+    "qwen3": _Model("Qwen3Config", dict(**_GROUPED, head_dim=8)),
+    "gemma": _Model("GemmaConfig", dict(**_GROUPED, head_dim=8)),
+    "bert": _Model("BertConfig", dict(**_SMALL, **_STILL, vocab_size=VOCABULARY), "padded", cache=False),
+    "vit": _Model("ViTConfig", dict(**_SMALL, **_STILL, image_size=32, patch_size=8), "pixels", cache=False),
+    "gpt2": _Model("GPT2Config", dict(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, attn_pdrop=0.0,
+                                      resid_pdrop=0.0, embd_pdrop=0.0)),
+    "whisper": _Model("WhisperConfig", dict(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=VOCABULARY, max_source_positions=LENGTH, num_mel_bins=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0, attention_dropout=0.0,
+        activation_dropout=0.0), "audio"),
+}
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    model: str
+    attention: str
+    mode: str
+    found: int
+    """Attention blocks of the graph."""
+    rewritten: int
+    records: list[str]
+    """The different blocks in words."""
+    reasons: list[str]
+    """Why blocks were left alone."""
+    sdpa: int
+    """Rewritten blocks that PyTorch's fused operators can run."""
+    excess: dict[str, float] = field(default_factory=dict)
+    """By backend: the worst error of outputs and gradients as a part of what the contract allows; at most 1."""
+
+    @property
+    def ok(self) -> bool:
+        return self.found == self.rewritten > 0 and all(x <= 1 for x in self.excess.values())
+
+
+def main(argv: list[str]) -> int:
+    """Print the table.
+
+    Returns:
+        0 when every attention block was rewritten and every result keeps the numerics contract, else 1.
+    """
+    parser = argparse.ArgumentParser(prog="python -m fa_inductor zoo", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL",
+                        help=f"default: {' '.join(MODELS)}")
+    parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION),
+                        help="attn_implementation of the model (both)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="also write the table as JSON")
+    parsed = parser.parse_args(argv)
+    rows: list[Row] = []
+    print(_line("model", "attention", "mode", "blocks", "rewritten", "reference", "sdpa", "record"), flush=True)
+    for row in survey(parsed.models, parsed.attention, parsed.dtype):
+        rows.append(row)
+        for line in _lines(row):
+            print(line, flush=True)
+    found, rewritten = sum(r.found for r in rows), sum(r.rewritten for r in rows)
+    print(f"{rewritten} of {found} attention blocks rewritten, {parsed.dtype}; error as a part of what is allowed "
+          f"against float64: {max(x for r in rows for x in r.excess.values()):.2f}")
+    if parsed.json:
+        parsed.json.write_text(json.dumps([asdict(r) for r in rows], indent=2) + "\n")
+    return 0 if all(r.ok for r in rows) else 1
+
+
+def _line(*cells: Any) -> str:
+    widths = (8, 9, 9, 6, 9, 9, 12)
+    return "  ".join([*(f"{c!s:<{w}}" for c, w in zip(cells, widths, strict=False)), str(cells[-1])]).rstrip()
+
+
+def _lines(row: Row) -> Iterator[str]:
+    runs = {b: f"{x:.2f}" if x <= 1 else f"{x:.2f} !" for b, x in row.excess.items()}
+    yield _line(row.model, row.attention, row.mode, row.found, row.rewritten, runs["reference"],
+                f"{runs['sdpa']} ({row.sdpa}/{row.rewritten})", "; ".join(row.records))
+    for reason in row.reasons:
+        yield f"  {reason}"
+
+
+def survey(models: list[str], attention: list[str] | None = None, dtype: str = "float32") -> Iterator[Row]:
+    """One `Row` for each model, attention implementation and mode, as it is computed.
+
+    Args:
+        models: names in `MODELS`.
+        attention: of `ATTENTION`; both by default.
+        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in models:
+        for implementation in attention or ATTENTION:
+            for mode in MODES:
+                yield examine(name, implementation, mode, dtype)
+
+
+def examine(name: str, attention: str, mode: str, dtype: str = "float32") -> Row:
+    """Compile one model, run it on each backend and compare with its own eager code."""
+    import torch
+
+    import fa_inductor
+
+    model = _build(name, attention, getattr(torch, dtype)).train(mode == "training")
+    inputs = _inputs(MODELS[name], getattr(torch, dtype))
+    exact = _results(model=copy.deepcopy(model).double(), inputs=_as_double(inputs), call=_call, mode=mode)
+    eager = _results(model, inputs, _call, mode)
+    records: list[str] = []
+    compiled = torch.compile(_call, backend=_without_codegen(records))
+    excess: dict[str, float] = {}
+    torch._dynamo.reset()
+    fa_inductor.report(clear=True)
+    with (fa_inductor.enabled(), fa_inductor.options.patch(backend="reference"),
+          torch._inductor.config.patch(fx_graph_cache=False),
+          torch._functorch.config.patch(enable_autograd_cache=False)):
+        for backend in BACKENDS:  # the operators choose their backend when they run
+            with fa_inductor.options.patch(backend=backend):
+                excess[backend] = _excess(_results(model, inputs, compiled, mode), eager, exact)
+            if backend == "reference":
+                report = fa_inductor.report(clear=True)
+    return Row(name, attention, mode, report.found, report.rewritten,
+               list(dict.fromkeys(b.words for b in report.blocks if b.words)),
+               list(dict.fromkeys(f"{b.source}: {b.reason}" for b in report.blocks if b.reason is not None)),
+               _fused(records), excess)
+
+
+def _build(name: str, attention: str, dtype: Any) -> Any:
+    import torch
+    import transformers
+
+    spec = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, spec.config)(**spec.options)
+    return transformers.AutoModel.from_config(config, attn_implementation=attention).to(dtype)
+
+
+def _inputs(spec: _Model, dtype: Any) -> dict[str, Any]:
+    import torch
+
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=g)
+    if spec.inputs == "pixels":
+        return {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=g).to(dtype)}
+    if spec.inputs == "audio":
+        audio = torch.randn(BATCH, 8, 2 * LENGTH, generator=g).to(dtype)
+        return {"input_features": audio, "decoder_input_ids": ids, "use_cache": False}
+    more: dict[str, Any] = {}
+    if spec.inputs == "padded":
+        more["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])).long()
+    return {"input_ids": ids, **more, **({"use_cache": False} if spec.cache else {})}
+
+
+def _as_double(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if hasattr(v, "is_floating_point") and v.is_floating_point() else v
+            for k, v in inputs.items()}
+
+
+def _call(model: Any, inputs: dict[str, Any]) -> Any:
+    return model(**inputs).last_hidden_state
+
+
+def _results(model: Any, inputs: dict[str, Any], call: Callable[..., Any], mode: str) -> dict[str, Any]:
+    """The last hidden state and, in training, the gradient of every parameter that gets one."""
+    import torch
+
+    training = mode == "training"
+    model.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(training):
+        out = call(model, inputs)
+    if training:
+        tangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+        out.backward(tangent.to(out.dtype))
+    grads = {n: p.grad for n, p in model.named_parameters() if training and p.grad is not None}
+    return {"": out.detach(), **grads}
+
+
+def _excess(ours: dict[str, Any], eager: dict[str, Any], exact: dict[str, Any]) -> float:
+    """The worst error as a part of what the contract allows; infinite when something is missing or not finite.
+
+    The floor of a gradient is taken from the largest gradient: some are zero but for rounding.
+    """
+    import torch
+
+    if ours.keys() != eager.keys():
+        return float("inf")
+    largest = max((float(x.abs().max()) for n, x in exact.items() if n), default=0.0)
+    worst = 0.0
+    for name, x in exact.items():
+        mine, theirs = (ours[name].double() - x).abs(), (eager[name].double() - x).abs()
+        if not mine.isfinite().all():
+            return float("inf")
+        floor = FLOOR * torch.finfo(ours[name].dtype).eps * (largest if name else float(x.abs().max()))
+        worst = max(worst, float(mine.max()) / (MAX_RATIO * float(theirs.max()) + floor),
+                    float(mine.mean()) / (MEAN_RATIO * float(theirs.mean()) + floor / 4))
+    return worst
+
+
+def _without_codegen(records: list[str]) -> Callable[..., Any]:
+    """A torch.compile backend: all of Inductor up to its joint passes; notes the records of the rewritten blocks."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
+    from .ops import attention
+
+    def inner(gm: Any, _example: Any, **_: Any) -> Any:
+        records.extend(n.args[5] for n in gm.graph.nodes if n.target is attention)
+        return make_boxed_func(gm.forward)
+
+    return lambda gm, example: compile_fx(gm, example, inner_compile=inner)
+
+
+def _fused(records: list[str]) -> int:
+    from .backends.sdpa import sdpa_supports
+    from .kernels.record import Attention
+
+    return sum(sdpa_supports(Attention.from_string(r), "cpu") is None for r in records)
