@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -107,9 +107,14 @@ class _Pass:
     def _pair(self, block: Block, plan: _Plan) -> None:
         """Find the backward of a written-out attention; nothing of score size may stay alive."""
         region = region_of(block, self.position)
+        block.inner = frozenset(region.nodes)
         if self.backward and self._differentiated(region.nodes):
             plan.backward = find_backward(block, self.joint)
         left = leftovers(block, region, plan.backward, self.position)
+        if left and plan.backward is not None and left[0] in self.backward:
+            plan.backward = find_backward(block, self.joint, biases=True)
+            left = leftovers(block, region, plan.backward, self.position)
+            plan.backward = _needed(plan.backward)
         if left:
             forward = [n for n in left if n not in self.backward]
             if forward and any(u not in self.backward for n in forward for u in n.users if u not in region.nodes):
@@ -130,7 +135,7 @@ class _Pass:
             return
         for tensors in (False, True):
             ev, mat = self.prover(block)
-            plan.program = Reader(block, ev, mat, tensors).read()
+            plan.program = Reader(block, ev, mat, tensors, plan.backward.biases if plan.backward else ()).read()
             plan.backend, plan.reason = guards.choose(plan.program.record, self._site(block, plan))
             score = plan.program.record.score
             if plan.reason is None or score == SCORE or plan.program.record.bias() is not None:
@@ -169,7 +174,7 @@ def _run(graph: Graph) -> GraphReport:
         if plan.accepted:
             assert plan.block is not None and plan.program is not None
             factor = plan.program.q_factor
-            inputs = Inputs(list(map(rewriter.now, plan.program.captures)),
+            inputs = Inputs(list(plan.program.captures),
                             [rewriter.now(n) if isinstance(n, Node) else n for n in plan.program.ints],
                             None if factor is None else rewriter.now(factor))
             block_id = f"{key}#{i}"
@@ -181,6 +186,13 @@ def _run(graph: Graph) -> GraphReport:
     if plans:
         graph.eliminate_dead_code()
     return GraphReport(key, tuple(reports))
+
+
+def _needed(found: Backward) -> Backward:
+    """Without the bias gradients that only this backward itself uses: they are a step on the way to dq and dk."""
+    inside = found.members | found.replaced()
+    biases = {n: g for n, g in found.biases.items() if any(u not in inside for u in g.users)}
+    return replace(found, biases=biases)
 
 
 def _report(plan: _Plan) -> BlockReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,15 +39,21 @@ class Backward:
     """Gradient of the source of q, k and v; a name is missing when no gradient is needed."""
     members: set[Node]
     """Nodes of the joint graph that only serve this backward."""
+    biases: dict[Node, Node] = field(default_factory=dict)
+    """Operand added to the scores -> its gradient, where the graph needs one."""
+
+    def replaced(self) -> set[Node]:
+        return {*self.grads.values(), *self.biases.values()}
 
 
 @dataclass
 class Region:
-    """The forward of a block as a function: ``inputs`` (q, k, v sources first) to ``out``."""
+    """The forward of a block as a function: ``inputs`` (q, k, v sources first, then biases) to ``out``."""
 
     inputs: list[Node]
     nodes: list[Node]
     out: Node
+    biases: int = 0
 
 
 @dataclass
@@ -73,8 +79,8 @@ def chain_of(block: Block) -> Chain:
     return block.chain
 
 
-def region_of(block: Block, position: dict[Node, int]) -> Region:
-    """The nodes between the sources of q, k, v and the product PV."""
+def region_of(block: Block, position: dict[Node, int], *, biases: bool = False) -> Region:
+    """The nodes between the sources of q, k, v and the product PV; ``biases`` also differentiates added tensors."""
     sources = [block.q.node, block.k.node, block.v.node]
     inside: set[Node] = set()
     chain = chain_of(block)
@@ -93,22 +99,34 @@ def region_of(block: Block, position: dict[Node, int]) -> Region:
                if i not in sources and target(i) in CONSTANTS and not i.all_input_nodes}
     nodes = sorted(inside, key=position.__getitem__)
     others = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside and i not in sources)
-    return Region([*sources, *others], nodes, block.out)
+    added = [n for n in _added(block) if n in others] if biases else []
+    return Region([*sources, *added, *(n for n in others if n not in added)], nodes, block.out, len(added))
 
 
-def find_backward(block: Block, joint: Joint) -> Backward:
-    """The backward of ``block``.
+def _added(block: Block) -> list[Node]:
+    """Float tensors that the steps add to the scores or subtract from them."""
+    found: list[Node] = []
+    for step in block.steps:
+        if step.name in ("add", "sub", "added_product"):
+            other = step.operand if step.operand is not None else step.node.args[1 - step.position]
+            if is_tensor(other) and val(other).dtype.is_floating_point:
+                found.append(other)
+    return list(dict.fromkeys(found))
+
+
+def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backward:
+    """The backward of ``block``; ``biases`` also looks for the gradients of tensors added to the scores.
 
     Raises:
         Refusal: it is not in the graph in a form that the block's derivative gives, or something else uses its
             large intermediate tensors.
     """
-    region = region_of(block, joint.position)
+    region = region_of(block, joint.position, biases=biases)
     best: Backward | None = None
     for variant in _variants(block):
         key = _structure(region, variant)
         if key not in joint.traced:
-            joint.traced[key] = _trace(region, _runner(region, variant, chain_of(block).softmax), 3)
+            joint.traced[key] = _trace(region, _runner(region, variant, chain_of(block).softmax), 3 + region.biases)
         gm = joint.traced[key]
         if gm is None:
             continue
@@ -138,9 +156,9 @@ def gradient_through(operand: Operand, grad: Node, joint: Joint) -> Node:
     gm = joint.traced[key]
     if gm is not None:
         ids, output = _number(gm, region, grad, joint)[:2]
-        i = ids.get(output[1]) if isinstance(output[1], Node) else None
-        if i is not None and joint.numbering.first[i] in joint.backward:
-            return joint.numbering.first[i]
+        real = _real(output[1], ids, joint)
+        if real is not None:
+            return real
     raise Refusal(Code.BACKWARD, "gradient of an expanded operand")
 
 
@@ -149,7 +167,7 @@ def leftovers(block: Block, region: Region, found: Backward | None, position: di
     replaced = {block.out}
     members = set(region.nodes)
     if found is not None:
-        replaced |= set(found.grads.values())
+        replaced |= found.replaced()
         members |= found.members
     dead = set(members)
     todo = sorted(members - replaced, key=position.__getitem__, reverse=True)
@@ -211,7 +229,7 @@ def _structure(region: Region, variant: Variant) -> Hashable:
             return str(v)
         return (tuple(map(str, v.shape)), tuple(map(str, v.stride())), v.dtype, str(v.device))
 
-    return (variant[0], local.get(variant[1]), local.get(variant[2]),
+    return (variant[0], local.get(variant[1]), local.get(variant[2]), region.biases,
             tuple(meta(n) for n in region.inputs),
             tuple((str(n.target), enc(n.args), tuple((k, enc(v)) for k, v in n.kwargs.items())) for n in region.nodes))
 
@@ -283,18 +301,21 @@ def _match(gm: GraphModule, region: Region, joint: Joint) -> Backward | None:
     best: Backward | None = None
     for candidate in _tangents(nodes, tangent, start, joint):
         ids, output, members = _number(gm, region, candidate, joint)
-        grads: dict[str, Node] = {}
-        for name, g in zip(NAMES, output[1:4], strict=True):
-            i = ids.get(g) if isinstance(g, Node) else None
-            if i is not None:
-                real = joint.numbering.first[i]
-                if real in joint.backward:
-                    grads[name] = real
+        found = [_real(g, ids, joint) for g in output[1:]]
+        grads = {name: g for name, g in zip(NAMES, found[:3], strict=True) if g is not None}
+        biases = {n: g for n, g in zip(region.inputs[3:], found[3:], strict=False) if g is not None}
         if grads and (best is None or len(grads) > len(best.grads)):
             members.discard(candidate)
             members -= {m for m in joint.numbering.all[joint.ids[candidate]]}
-            best = Backward(candidate, grads, members)
+            best = Backward(candidate, grads, members, biases)
     return best
+
+
+def _real(g: Any, ids: dict[Node, int | None], joint: Joint) -> Node | None:
+    """The node of the joint graph's backward that holds a traced gradient."""
+    i = ids.get(g) if isinstance(g, Node) else None
+    real = None if i is None else joint.numbering.first[i]
+    return real if real in joint.backward else None
 
 
 def _number(gm: GraphModule, region: Region, candidate: Node, joint: Joint

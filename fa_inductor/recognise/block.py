@@ -55,6 +55,8 @@ class Block:
     out_dims: Dims
     chain: Chain | None = None
     """The nodes of an attention that is written out; None for an SDPA operator."""
+    inner: frozenset[Node] = frozenset()
+    """Nodes that the rewrite makes dead: no operand of a step may be one of them."""
 
     @property
     def heads(self) -> Group:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,17 @@ class _Mask:
     proof: MaskProof
     fills: tuple[float, ...]
     mode: Literal["add", "replace"]
+    eps: float = 0.0
+    """Precision in which something else was added to the fills afterwards; 0 when nothing was."""
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A capture that is a tensor of the graph with its dimensions put in the order b, h, q, k."""
+
+    node: Node
+    dims: Dims
+    want: Dims
 
 
 @dataclass
@@ -53,7 +65,7 @@ class Program:
     """What the steps of a block come to; captures and integers are graph nodes in the operator's order."""
 
     record: Attention
-    captures: list[Node]
+    captures: list[Node | Arranged]
     ints: list[Any]
     q_factor: Node | None = None
     """Tensor ``[B or 1, Hq or 1, Sq or 1, 1]`` or 0-D that Q is multiplied by before it is given to the operator."""
@@ -64,15 +76,19 @@ class Reader:
 
     Args:
         tensors: keep a bias as the tensor that the user's graph has, even where a score program could compute it.
+        wanted: operands whose gradient the graph needs; each becomes a capture of its own, masks in it included.
     """
 
-    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool) -> None:
+    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool,
+                 wanted: Collection[Node] = ()) -> None:
         self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
         self.scale = block.scale
         self.expr = SCORE
         self.q_factor: Node | None = None
         self.masks: list[_Mask] = []
-        self.captures: list[Node] = []
+        self.wanted = wanted
+        self.grads: list[int] = []
+        self.captures: list[Any] = []
         self.ints: list[Any] = []
 
     def read(self) -> Program:
@@ -98,7 +114,11 @@ class Reader:
         return tuple(self.block.index(resolve(g)) if g else 0 for g in self._dims(step, node))
 
     def _other(self, step: Step) -> Any:
-        return step.operand if step.operand is not None else step.node.args[1 - step.position]
+        other = step.operand if step.operand is not None else step.node.args[1 - step.position]
+        if other in self.block.inner and constant(other) is None:
+            # its derivative runs through the scores, which the operator's own derivative does not know
+            raise Refusal(Code.SCORE_USED, f"{other.name} is computed from them")
+        return other
 
     def _load(self, step: Step, node: Node) -> Expr:
         """The operand as a capture, broadcast to the scores, in float32."""
@@ -249,9 +269,13 @@ class Reader:
             return
         if not is_tensor(other):
             raise Refusal(Code.SCORE_OP, f"{step.node.name} adds a value that is not known")
+        if other in self.wanted:
+            self._differentiable(step, other, factor)
+            return
         if factor != 1.0:
             other = self.mat.before(self.block.out).call(aten.mul.Tensor, other, factor)
         dtype = val(step.node).dtype if step.name != "bias" else None
+        self._shift_fills(step)
         proof = prove_additive(self.ev, other, self._index(step, other), dtype)
         if not proof.always_true and self._is_mask(proof, dtype or val(other).dtype):
             self.masks.append(_Mask(proof, proof.fills, "add"))
@@ -262,12 +286,28 @@ class Reader:
         elif proof.residual is not None:
             self._add_residual(proof.residual)
 
+    def _shift_fills(self, step: Step) -> None:
+        for m in self.masks:
+            m.eps = max(m.eps, torch.finfo(val(step.node).dtype).eps)
+
+    def _differentiable(self, step: Step, other: Node, factor: float) -> None:
+        if abs(factor) != 1.0 or any(a.node is other for a in self.captures if isinstance(a, Arranged)):
+            raise Refusal(Code.GRAD_CAPTURE, f"{other.name} is added with a factor, or twice")
+        self._shift_fills(step)
+        dims = self._dims(step, other)
+        axes = {a for g in dims for a in resolve(g)}
+        want = tuple(tuple(a for a in resolve(g) if a in axes) for g in self.block.s_dims())
+        self.grads.append(len(self.captures))
+        self.captures.append(Arranged(other, dims, want))
+        bias = Expr("cast", (ex.load(self.grads[-1]), "float32"))
+        self.expr = Expr("add" if factor > 0 else "sub", (self.expr, bias))
+
     def _is_mask(self, proof: AdditiveProof, dtype: torch.dtype) -> bool:
         """Whether the masked positions may be left out of the softmax with nothing changed."""
         if conjoin(self.ev, [m.proof for m in self.masks] + [proof]).nonempty:
             return True
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        return all(math.isinf(f) or abs(f) * eps / 2 >= _ABSORBS for f in proof.fills)
+        return all(_absorbs(f, eps) for f in proof.fills)
 
     def _add_residual(self, tree: Any) -> None:
         if not self.tensors:
@@ -296,6 +336,8 @@ class Reader:
     def _select(self, step: Step, cond: Any, other: Any, *, attend: bool) -> None:
         """The score where ``cond`` is ``attend``, the constant ``other`` elsewhere."""
         fill = constant(other)
+        if cond in self.block.inner:
+            raise Refusal(Code.SCORE_USED, f"{cond.name} is computed from them")
         if fill is None or not is_tensor(cond):
             raise Refusal(Code.SCORE_OP, "where between the scores and a tensor")
         fill = _round(float(fill), val(step.node).dtype)
@@ -341,7 +383,7 @@ class Reader:
         record = Attention(
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
             dtype=NAMES[val(b.v.node).dtype], scale=self.scale, score=self.expr, mask=atoms, fill=fill,
-            fill_mode=mode, empty_rows=empty)  # type: ignore[arg-type]
+            fill_mode=mode, empty_rows=empty, grads=tuple(self.grads))  # type: ignore[arg-type]
         return Program(record, self.captures, self.ints, self.q_factor)
 
     def _empty(self, fills: set[float]) -> tuple[float, str, str]:
@@ -350,9 +392,14 @@ class Reader:
             return float("-inf"), "replace", "zero" if self.block.safe else "nan"
         modes = {m.mode for m in self.masks}
         one = len(fills) == 1 and (modes == {"replace"} or len(self.masks) == 1)
-        if not one:
+        if not one or not all(m.eps == 0.0 or _absorbs(f, m.eps) for m in self.masks for f in m.fills):
             raise Refusal(Code.MASK_FILL, ", ".join(f"{f:g}" for f in sorted(fills)))
         return fills.pop(), modes.pop(), "mean"
+
+
+def _absorbs(fill: float, eps: float) -> bool:
+    """Whether adding a score to the fill gives the fill again."""
+    return math.isinf(fill) or abs(fill) * eps / 2 >= _ABSORBS
 
 
 def _full(step: Step) -> Any:

@@ -119,7 +119,7 @@ def find_sdpa_backward(block: Block, joint: Joint) -> Backward | None:
     """The operator's own backward; None when the graph has none (inference).
 
     Raises:
-        Refusal: the gradient of the bias is needed, or another result than ``out`` is used.
+        Refusal: another result than ``out`` is used, or there are two backward passes.
     """
     node = block.anchor
     form = _FORMS[node.target]
@@ -145,9 +145,13 @@ def find_sdpa_backward(block: Block, joint: Joint) -> Backward | None:
         g = _result(call, i)
         if g is not None:
             grads[name] = g
+    biases: dict[Node, Node] = {}
     if form.grad_bias and (g := _result(call, 3)) is not None and g.users:
-        raise Refusal(Code.GRAD_CAPTURE)
+        operand = next((s.operand for s in block.steps if s.name == "bias"), None)
+        if operand is None:
+            raise Refusal(Code.GRAD_CAPTURE)
+        biases[operand] = g
     for name, operand in (("q", block.q), ("k", block.k), ("v", block.v)):
         if name in grads and operand.chain:
             grads[name] = gradient_through(operand, grads[name], joint)
-    return Backward(call.args[0], grads, {call, *call.users})
+    return Backward(call.args[0], grads, {call, *call.users}, biases)

@@ -14,6 +14,7 @@ from ..recognise.backward import Backward
 from ..recognise.block import Block
 from ..recognise.nodes import VIEWS, aten, prims, push, target, val
 from ..recognise.operands import Operand, trace_operand
+from ..recognise.program import Arranged
 from .emit import Emitter
 
 
@@ -21,7 +22,7 @@ from .emit import Emitter
 class Inputs:
     """The operator's inputs besides Q, K and V."""
 
-    captures: list[Node]
+    captures: list[Node | Arranged]
     ints: list[Node | int]
     q_factor: Node | None = None
 
@@ -32,6 +33,7 @@ class Rewriter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._replaced: dict[Node, Node] = {}
+        self._arranged: dict[Node, Arranged] = {}
         self._position = {n: i for i, n in enumerate(graph.nodes)}
 
     def now(self, node: Node) -> Node:
@@ -53,6 +55,14 @@ class Rewriter:
         qkv = [self._operand(em, o, d) for o, d in
                ((block.q, block.q_dims()), (block.k, block.k_dims()), (block.v, block.v_dims()))]
         qkv[0] = self._scaled(em, qkv[0], inputs)
+        for i, c in enumerate(inputs.captures):
+            if isinstance(c, Arranged):
+                made = em.arrange(self.now(c.node), c.dims, c.want)
+                assert made is not None
+                self._arranged[made] = c
+                inputs.captures[i] = made
+            else:
+                inputs.captures[i] = self.now(c)
         first: tuple[str, ...] = ("bshd", "bhsd")
         if any(u.op == "output" for u in block.out.users):
             first = ("bhsd", "bshd")
@@ -77,7 +87,8 @@ class Rewriter:
         from ..ops import attention_backward, pin_strides
 
         grads = {name: self.now(g) for name, g in found.grads.items()}
-        at = min(grads.values(), key=lambda n: self._position.get(n, 0))
+        biases = {n: self.now(g) for n, g in found.biases.items()}
+        at = min([*grads.values(), *biases.values()], key=lambda n: self._position.get(n, 0))
         em = Emitter(self.graph, at, found.tangent)
         tangent = trace_operand(self.now(found.tangent), block.out_dims, scales=False, casts=False)
         dout = em.arrange(tangent.node, tangent.dims, block.o_dims(), sizes=(qkv[0], block.q_dims()))
@@ -91,6 +102,13 @@ class Rewriter:
                 if name == "q":
                     g = self._scaled(em, g, inputs)
                 self._replace(grads[name], self._fit(em, g, dims, operand))
+        if biases:
+            given = em.call(operator.getitem, op, 3)
+            for j, i in enumerate(record.grads):
+                capture = self._arranged[inputs.captures[i]]  # type: ignore[index]
+                new = em.arrange(em.call(operator.getitem, given, j), capture.want, capture.dims)
+                assert new is not None
+                self._replace(biases[capture.node], new)
 
     @staticmethod
     def _scaled(em: Emitter, node: Node, inputs: Inputs) -> Node:
