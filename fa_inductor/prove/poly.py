@@ -184,6 +184,6 @@ def _mul_mono(m1: frozenset[Any], m2: frozenset[Any]) -> frozenset[Any]:
 
 def _atom_sympy(a: Any) -> sympy.Expr:
     if isinstance(a, sympy.Basic):
-        return a
+        return a  # type: ignore[return-value]
     convert = getattr(a, "to_sympy", None)
     return convert() if convert is not None else sympy.Symbol(str(a), integer=True)
