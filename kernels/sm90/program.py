@@ -55,9 +55,9 @@ class Emitter:
         axes = self.axes(e)
         key = (e, row[0] if axes & {"q", "s"} else None, column[0] if axes & {"k", "s"} else None)
         if "s" in axes:  # used at one element only
-            return self._emit(e, row, column, score)
+            return _typed(self._emit(e, row, column, score))
         if key not in self._memo:
-            self._memo[key] = self._emit(e, row, column, score)
+            self._memo[key] = _typed(self._emit(e, row, column, score))
         return self._memo[key]
 
     def _load(self, n: int, row: Any, column: Any) -> Any:
@@ -147,6 +147,14 @@ def _value(x: Any, kind: str) -> Any:
     return x if kind == "int64" else x.to(Int32) if kind in INTEGERS else x.to(Float32)
 
 
+def _typed(x: Any) -> Any:
+    """Some operators of the DSL give a bare value; the code here goes by the numeric type."""
+    if isinstance(x, Float32 | Int32 | Int64 | Boolean):
+        return x
+    kinds = {"f32": Float32, "i32": Int32, "i64": Int64, "i1": Boolean}
+    return kinds[str(x.type)](x)
+
+
 def _is_float(x: Any) -> bool:
     return isinstance(x, Float32)
 
@@ -198,7 +206,7 @@ def _cast(x: Any, kind: str) -> Any:
 
 def _floordiv(x: Any, y: Any) -> Any:
     x, y = _numbers(x, y)
-    return cute.math.floor(x / y) if _is_float(x) else x // y
+    return _typed(cute.math.floor(x / y) if _is_float(x) else x // y)
 
 
 def _mod(x: Any, y: Any) -> Any:

@@ -107,7 +107,7 @@ class Forward:
 
     @property
     def tile(self) -> Tile:
-        uses = {"": True, "captures": any("k" in c.axes for c in self.captures) or self.dense, "band": self.band_lo or self.band_hi}
+        uses: dict[str, bool] = {"": True, "captures": any("k" in c.axes for c in self.captures) or self.dense or bool(self.documents), "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile

@@ -1,6 +1,6 @@
 """Time the forward kernel beside what else is installed, in one process: rows of (workload, provider, TFLOP/s).
 
-    python tests/gpu/bench_forward.py [--out FILE] [--dims 64,128,256] [--lengths 1024,4096,16384] [--peers]
+    python tests/gpu/bench_forward.py [--out FILE] [--dims 64,128,256] [--lengths 1024,4096,16384] [--peers cudnn,fa3]
 
 16k tokens and a hidden size of 2048 in all; random data; `triton.testing.do_bench`, median.
 """
@@ -53,10 +53,10 @@ def main() -> None:
     p.add_argument("--out", type=Path, default=None)
     p.add_argument("--dims", default="64,128,256")
     p.add_argument("--lengths", default="1024,4096,16384")
-    p.add_argument("--peers", action="store_true")
+    p.add_argument("--peers", default="cudnn,sdpa_fa2,fa3,fa4_cute", help="which to run beside it, of those that import")
     p.add_argument("--rep", type=int, default=60)
     args = p.parse_args()
-    others = peers() if args.peers else {}
+    others = {n: f for n, f in peers().items() if n in args.peers.split(",")} if args.peers else {}
     rows: list[dict[str, Any]] = []
     for d in map(int, args.dims.split(",")):
         heads = 2048 // d
