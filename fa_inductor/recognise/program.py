@@ -85,6 +85,8 @@ class Reader:
         self.scale = block.scale
         self.expr = SCORE
         self.q_factor: Node | None = None
+        self.shifted = False
+        """A row constant was left out; only what keeps it a row constant may follow."""
         self.masks: list[_Mask] = []
         self.wanted = wanted
         self.grads: list[int] = []
@@ -138,6 +140,10 @@ class Reader:
         if self.masks:
             raise Refusal(Code.SCORE_OP, f"{step.name} after a mask")
 
+    def _no_shift_yet(self, step: Step) -> None:
+        if self.shifted:
+            raise Refusal(Code.SCORE_OP, f"{step.name} after the row maximum is subtracted")
+
     # -- steps -----------------------------------------------------------------------------------------------------------
 
     def _cast(self, step: Step) -> None:
@@ -163,6 +169,7 @@ class Reader:
         self._no_mask_yet(step)
         keys = set(resolve(self.block.k_axes))
         if self.expr != SCORE or any(keys & set(resolve(g)) for g in self._dims(step, other)):
+            self._no_shift_yet(step)
             self.expr = Expr(op, (self.expr, self._load(step, other)))
             return
         factor = self._tensor(step, other)
@@ -209,6 +216,7 @@ class Reader:
         if step.name not in _UNARY:
             raise Refusal(Code.SCORE_OP, step.name)
         self._no_mask_yet(step)
+        self._no_shift_yet(step)
         self.expr = Expr(step.name, (self.expr,))
 
     def _maximum(self, step: Step) -> None:
@@ -219,6 +227,7 @@ class Reader:
             self._map_fills(lambda f: max(f, float(c)))
             return
         self._no_mask_yet(step)
+        self._no_shift_yet(step)
         self.expr = Expr("maximum", (self.expr, ex.const(float(c))))
 
     def _minimum(self, step: Step) -> None:
@@ -226,6 +235,7 @@ class Reader:
         if c is None:
             raise Refusal(Code.SCORE_OP, "minimum with a tensor")
         self._no_mask_yet(step)
+        self._no_shift_yet(step)
         self.expr = Expr("minimum", (self.expr, ex.const(float(c))))
 
     def _added_product(self, step: Step) -> None:
@@ -255,6 +265,7 @@ class Reader:
             self._add_operand(step, self._other(step), 1.0)
             return
         if _is_row_max_of_keys(step, self.block):
+            self.shifted = True
             return
         self._add_operand(step, self._other(step), -alpha)
 
@@ -341,9 +352,7 @@ class Reader:
         if fill is None or not is_tensor(cond):
             raise Refusal(Code.SCORE_OP, "where between the scores and a tensor")
         fill = _round(float(fill), val(step.node).dtype)
-        proof = prove_boolean(self.ev, cond, self._index(step, cond))
-        if not attend:
-            proof = self._proof(self.ev.facts.not_(proof.pred))
+        proof = prove_boolean(self.ev, cond, self._index(step, cond), attend)
         if fill <= MASK_THRESHOLD:
             if not proof.always_true:
                 self.masks.append(_Mask(proof, (fill,), "replace"))
@@ -351,6 +360,7 @@ class Reader:
         if math.isnan(fill) or math.isinf(fill):
             raise Refusal(Code.MASK_FILL, f"{fill}")
         self._no_mask_yet(step)
+        self._no_shift_yet(step)
         if proof.always_true:
             return
         node = self.mat.pred(proof.pred)
