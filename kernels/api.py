@@ -79,8 +79,8 @@ def supports(record: Attention, arch: str) -> str | None:
             return f"head dim {dim}; the kernels take multiples of 8 up to 256"
     if padded(record.head_dim) < padded(record.head_dim_v) and record.head_dim_v > 128:
         return f"head dims {record.head_dim} and {record.head_dim_v}; V may be wider than K only up to 128"
-    if record.scale != record.scale or record.scale in (float("inf"), float("-inf")):
-        return f"scale {record.scale} is not finite"
+    if not abs(record.scale) < 3.4e38:
+        return f"scale {record.scale} is not finite in float32"
     once: list[type] = []
     for atom in record.mask:
         if not isinstance(atom, Band | Predicate):
@@ -303,82 +303,150 @@ def attention(
         ValueError: the record is not supported, or a tensor does not fit it.
         whatever the DSL raises when the first call of a variant compiles it.
     """
-    why = supports(record, "sm_90")
-    if why is not None:
-        raise ValueError(f"not supported on sm_90: {why}")
-    batch, heads, rows, dim = q.shape
+    plan = _plans.get(id(record)) or _plan(record)
+    batch, heads, rows, dim = shape = q.shape
     _, kv_heads, keys, dim_v = v.shape
-    dtype = q.dtype
-    if (heads, kv_heads, dim, dim_v) != (record.q_heads, record.kv_heads, record.head_dim, record.head_dim_v):
-        raise ValueError(f"q {tuple(q.shape)}, v {tuple(v.shape)} are not of a record {record.describe()}")
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != batch or k.shape[3] != dim:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match")
-    if str(dtype) != f"torch.{record.dtype}" or k.dtype != dtype or v.dtype != dtype:
+    dtype, device = q.dtype, q.device
+    if (heads, kv_heads, dim, dim_v) != plan.sizes:
+        raise ValueError(f"q {tuple(shape)}, v {tuple(v.shape)} are not of a record {record.describe()}")
+    if k.shape != (batch, kv_heads, keys, dim) or v.shape[0] != batch:
+        raise ValueError(f"q {tuple(shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match")
+    if dtype != plan.dtype or k.dtype != dtype or v.dtype != dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; the record says {record.dtype}")
-    device = q.device
-    if device.type != "cuda" or k.device != device or v.device != device:
-        raise ValueError(f"q, k, v must be on one CUDA device, not {device}, {k.device}, {v.device}")
+    if device.type != "cuda" or k.device != device or v.device != device or any(x.device != device for x in captures):
+        raise ValueError(f"q, k, v and captures must be on one CUDA device: {device}, {k.device}, {v.device}, "
+                         f"{[str(x.device) for x in captures]}")
     if out is None:
-        if record.layout == "bshd":
-            out = torch.empty((batch, rows, heads, dim_v), dtype=dtype, device=device).transpose(1, 2)
-        else:
-            out = torch.empty((batch, heads, rows, dim_v), dtype=dtype, device=device)
+        stride = (heads * rows * dim_v, dim_v, heads * dim_v, 1) if plan.bshd else (heads * rows * dim_v, rows * dim_v, dim_v, 1)
+        out = target = torch.empty_strided((batch, heads, rows, dim_v), stride, dtype=dtype, device=device)
     elif out.shape != (batch, heads, rows, dim_v) or out.dtype != dtype or out.device != device:
         raise ValueError(f"out is {tuple(out.shape)} {out.dtype}, not {(batch, heads, rows, dim_v)} {dtype}")
+    else:
+        target = _ready(out)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=device)
     if batch == 0 or rows == 0:
         return out, lse
     if keys == 0:
-        return out.fill_(float("nan") if record.empty_rows in ("never", "nan", "mean") else 0.0), lse.fill_(float("-inf"))
+        return _no_keys(record, captures, out, lse)
 
-    variant = variant_of(record, captures)
-    _, loads, syms = _template(record)
-    lo, hi, chunk, offset = -_FAR, _FAR, 1, 0
-    pad = seen = dense = doc_q = doc_k = sink = vmean = None
-    for atom in record.mask:
-        if isinstance(atom, Band):
-            if atom.lo is not None:
-                lo = max(lo, _int(atom.lo, ints))
-            if atom.hi is not None:
-                hi = min(hi, _int(atom.hi, ints))
-        elif isinstance(atom, Chunk):
-            chunk, offset = max(1, _int(atom.size, ints)), _int(atom.offset, ints)
-        elif isinstance(atom, KeyPadding):
-            pad = captures[atom.capture].view(torch.uint8).expand(batch, keys)
-            seen = torch.empty((batch, 2), dtype=torch.int32, device=device)
-        elif isinstance(atom, Dense):
-            dense = captures[atom.capture].view(torch.uint8).expand(batch, heads, rows, keys)
-        elif isinstance(atom, Documents):
-            ids = torch.int64 if variant.documents == "int64" else torch.int32
-            doc_q = captures[atom.q].to(ids).expand(batch, rows)
-            doc_k = captures[atom.k].to(ids).expand(batch, keys)
-    read: list[torch.Tensor | None] = [None] * MAX_CAPTURES
-    for n, i in enumerate(loads):
-        x = captures[i]
-        read[n] = _even((x.view(torch.uint8) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
-    values = [0] * MAX_INTS
-    for n, i in enumerate(syms):
-        values[n] = int(ints[i])
-    if record.sink is not None:
-        sink = captures[record.sink]
-    if variant.empty == "mean":
-        vmean = v.mean(2, dtype=torch.float32)
+    read: list[Any] = [None] * _OPTIONAL
+    lo, hi, chunk, offset = plan.lo, plan.hi, 1, 0
+    if plan.plain:
+        variant, values = plan.variant, _ZEROS
+    else:
+        variant = variant_of(record, captures) if captures else plan.variant
+        for atom in record.mask:
+            if isinstance(atom, Band):
+                if atom.lo is not None:
+                    lo = max(lo, _int(atom.lo, ints))
+                if atom.hi is not None:
+                    hi = min(hi, _int(atom.hi, ints))
+            elif isinstance(atom, Chunk):
+                chunk, offset = max(1, _int(atom.size, ints)), _int(atom.offset, ints)
+            elif isinstance(atom, KeyPadding):
+                read[0] = _bytes(captures[atom.capture]).expand(batch, keys)
+                read[1] = torch.empty((batch, 2), dtype=torch.int32, device=device)
+            elif isinstance(atom, Dense):
+                read[2] = _bytes(captures[atom.capture]).expand(batch, heads, rows, keys)
+            elif isinstance(atom, Documents):
+                ids = torch.int64 if variant.documents == "int64" else torch.int32
+                read[3] = captures[atom.q].to(ids).expand(batch, rows)
+                read[4] = captures[atom.k].to(ids).expand(batch, keys)
+        if record.sink is not None:
+            read[5] = captures[record.sink]
+        if variant.empty == "mean":
+            read[6] = v.mean(2, dtype=torch.float32)
+        for n, i in enumerate(plan.loads):
+            x = captures[i]
+            read[7 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
+        values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 
-    section, blocks = schedule(variant, batch, heads, record.group, rows, keys, lo, hi, device.index)
-    if blocks >= 1 << 31:
-        raise ValueError(f"{blocks} tiles of queries are more than a grid can have")
-    q, k, v = _ready(q), _ready(k), _ready(v)
-    target = _ready(out)
-    args = (q, k, v, target, lse, pad, seen, dense, doc_q, doc_k, sink, vmean, *read, *values, record.scale, record.fill,
-            lo, hi, chunk, offset, section, blocks)
+    size = (variant, batch, rows, keys, lo, hi, device.index)
+    launch = plan.launches.get(size)
+    if launch is None:
+        section, blocks = schedule(variant, batch, heads, record.group, rows, keys, lo, hi, device.index)
+        if blocks >= 1 << 31:
+            raise ValueError(f"{blocks} tiles of queries are more than a grid can have")
+        if len(plan.launches) > 1000:
+            plan.launches.clear()
+        launch = plan.launches[size] = (_kernel(variant), section, blocks)
+    fn, section, blocks = launch
+    args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
+            section, blocks)
     if device.index == torch.cuda.current_device():
-        _kernel(variant)(*args)
+        fn(*args)
     else:
         with torch.cuda.device(device):
-            _kernel(variant)(*args)
+            fn(*args)
     if target is not out and target.data_ptr() != out.data_ptr():
         out.copy_(target)
     return out, lse
+
+
+_OPTIONAL = 7 + MAX_CAPTURES
+"""Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, captures."""
+_ZEROS = [0] * MAX_INTS
+
+
+class _Plan:
+    """What every call of one record shares; keeps the record alive, so that its id stays its own."""
+
+    __slots__ = ("bshd", "dtype", "fill", "hi", "launches", "lo", "loads", "plain", "record", "scale", "sizes", "syms",
+                 "variant")
+
+    def __init__(self, record: Attention):
+        self.record = record
+        self.variant, self.loads, self.syms = _template(record)
+        self.sizes = (record.q_heads, record.kv_heads, record.head_dim, record.head_dim_v)
+        self.dtype = getattr(torch, record.dtype)
+        self.bshd = record.layout == "bshd"
+        self.scale, self.fill = record.scale, record.fill
+        self.lo, self.hi = -_FAR, _FAR
+        self.launches: dict[Any, tuple[Any, int, int]] = {}
+        # Nothing but bands with constant offsets: no per-call work.
+        self.plain = record.sink is None and self.variant.empty != "mean" and not self.loads and not self.syms and all(
+            isinstance(a, Predicate) or isinstance(a, Band) and isinstance(a.lo, int | None) and isinstance(a.hi, int | None)
+            for a in record.mask)
+        if self.plain:
+            for a in record.mask:
+                if isinstance(a, Band):
+                    self.lo = self.lo if a.lo is None else max(self.lo, _int(a.lo, ()))
+                    self.hi = self.hi if a.hi is None else min(self.hi, _int(a.hi, ()))
+
+
+_plans: dict[int, _Plan] = {}
+
+
+def _plan(record: Attention) -> _Plan:
+    why = supports(record, "sm_90")
+    if why is not None:
+        raise ValueError(f"not supported on sm_90: {why}")
+    if len(_plans) > 4096:
+        _plans.clear()
+    plan = _plans[id(record)] = _Plan(record)
+    return plan
+
+
+def _no_keys(
+    record: Attention, captures: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A softmax over nothing: NaN, as eager code gives it, or 0; with a sink all weight goes there."""
+    if record.sink is not None:
+        lse.copy_(captures[record.sink][None, :, None].expand_as(lse))
+        return out.zero_(), lse
+    return out.fill_(0.0 if record.empty_rows == "zero" else float("nan")), lse.fill_(float("-inf"))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.bool:
+        raise ValueError(f"a mask of dtype {x.dtype}; it must be bool")
+    return x.view(torch.uint8)
+
+
+def _narrow(x: int) -> int:
+    if not -(1 << 31) <= x < 1 << 31:
+        raise ValueError(f"integer {x} does not fit 32 bits")
+    return int(x)
 
 
 def schedule(
