@@ -92,7 +92,8 @@ def build_sdpa_block(node: Node) -> Block:
         steps.append(Step(node, "causal", 0, score_dims))
     if bias is not None:
         steps.append(Step(node, "bias", -1, score_dims, bias))
-    block = Block("sdpa", node, steps, float(scale), True, *operands, resolve(qd[0]), tuple(shared), group,
+    on_q, on_k, on_v = operands
+    block = Block("sdpa", node, steps, float(scale), True, on_q, on_k, on_v, resolve(qd[0]), tuple(shared), group,
                   resolve(qd[2]), resolve(kd[2]), resolve(qd[3]), resolve(vd[3]), out, out_dims)
     check(block, score_dims)
     return block
