@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,6 +168,82 @@ def test_key_tiles_cover_what_is_seen(plain_ints) -> None:
             assert tiles <= set(range(first, last)) and 0 <= first and last <= -(-keys // v.tile.keys)
             if tiles and chunk is None:
                 assert set(range(first, last)) == tiles
+
+
+# ---------------------------------------------------------------------- the online softmax, on numpy scalars
+
+
+@pytest.fixture
+def numpy_softmax(monkeypatch: pytest.MonkeyPatch):
+    """softmax(variant, scale, scores [tiles, n], values [tiles, n]) -> (out, lse) of one row, by the kernel's own code."""
+    from fa_inductor.kernels.sm90 import forward
+
+    f32 = np.float32
+    ops = SimpleNamespace(exp2=lambda x, fastmath: np.exp2(x, dtype=f32), fma=lambda a, b, c: f32(float(a) * float(b) + float(c)))
+    arch = SimpleNamespace(fmax=np.fmax, shuffle_sync_bfly=lambda x, _: x)
+    monkeypatch.setattr(forward, "select_", lambda c, a, b: a if c else b)
+    monkeypatch.setattr(forward, "Float32", f32)
+    monkeypatch.setattr(forward, "cute", SimpleNamespace(math=ops, arch=arch, size=len))
+
+    def run(variant: Forward, scale: float, scores: np.ndarray, values: np.ndarray, sink: float | None = None):
+        kernel = object.__new__(forward.ForwardKernel)
+        kernel.v = variant
+        tops, sums, out = [f32(-np.inf)] * 2, [f32(0)] * 2, f32(0)
+        for s, v in zip(scores.astype(f32), values.astype(f32), strict=True):
+            if variant.premultiply:
+                s = s * f32(scale)
+            both = [s[4 * (i // 4) // 2 + i % 2] for i in range(2 * len(s))]  # the second row is a copy of the first
+            factors = kernel.softmax(both, tops, sums, f32(scale * forward.LOG2E))
+            p = np.array([both[4 * j + e] for j in range(len(s) // 2) for e in range(2)], f32)
+            assert not np.any(p > 2.0 ** forward.LAZY)
+            out = out * factors[0] + np.sum(p * v, dtype=f32)
+        top, total, factor = tops[0] if variant.premultiply else tops[0] * f32(scale), sums[0], f32(1)
+        if sink is not None:
+            factor, total, top = forward._add_sink(f32(sink), total, top)
+        return out * factor / total, top + np.log(total)
+
+    return run
+
+
+INF, LOWEST = np.inf, -3.4028234663852886e38
+
+
+@pytest.mark.parametrize("positive", (True, False))
+@pytest.mark.parametrize("sink", (None, -3.0, 100.0))
+@pytest.mark.parametrize("kind", ("normal", "rising", "falling", "far", "hidden first", "hidden last", "hidden all", "lowest",
+                                  "lowest first", "nan", "inf", "minus inf"))
+@np.errstate(all="ignore")
+def test_online_softmax(numpy_softmax, kind: str, positive: bool, sink: float | None) -> None:
+    rng = np.random.default_rng(7)
+    x, values, scale = rng.standard_normal((6, 16)) * 4, rng.standard_normal((6, 16)), 0.5 if positive else -0.5
+    if kind in ("rising", "falling"):
+        x += np.arange(6)[:: 1 if kind == "rising" else -1, None] * 9
+    elif kind == "far":
+        x *= 200
+    x = x * (1 if positive else -1)
+    low = {"lowest": LOWEST, "lowest first": LOWEST}.get(kind, -INF) / scale
+    if abs(low) < INF:
+        low = np.sign(low) * 3e38  # what a bias of finfo.min leaves: finite, and out of reach in base-2 units
+    where = {"hidden first": slice(0, 3), "lowest first": slice(0, 3), "hidden last": slice(4, 6), "hidden all": slice(0, 6),
+             "lowest": slice(0, 6)}.get(kind)
+    if where:
+        x[where] = low
+    if kind in ("nan", "inf", "minus inf"):
+        x[2, 5] = {"nan": np.nan, "inf": INF / scale, "minus inf": -INF / scale}[kind]
+    true = x.astype(np.float32).astype(np.float64).ravel() * scale
+    if sink is not None:
+        true = np.append(true, sink)
+    top = true.max()
+    p = np.exp(true - top)
+    want, want_lse = (p[:96] * values.ravel()).sum() / p.sum(), top + np.log(p.sum())
+    # Scores that low come from a bias, never from Q and K alone.
+    score = Expr("add", (SCORE, load(0))) if kind.startswith("lowest") else None
+    out, lse = numpy_softmax(Forward("bfloat16", 64, 64, positive_scale=positive, score=score), scale, x, values, sink)
+    np.testing.assert_allclose(out, want, rtol=2e-4, atol=2e-5)
+    if np.isfinite(want_lse) and abs(want_lse) < 1e30:
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+    else:
+        assert not np.isfinite(lse) or lse < -1e30
 
 
 # ---------------------------------------------------------------------- ptxas

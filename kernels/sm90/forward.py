@@ -563,7 +563,7 @@ class ForwardKernel:
                 if const_expr(t.own_o):
                     _arrive(shared.q_empty.data_ptr() + w)
 
-            self.normalise(o, row_max, row_sum, scale_log2, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean)
+            self.normalise(o, row_max, row_sum, scale, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean)
 
             o16.store(o.load().to(self.dtype))
             # The memory of O is free when the store before has read it (own memory) and when every warp is through
@@ -606,7 +606,7 @@ class ForwardKernel:
             self.program(s, captures, ints, scale, b, h, row0, key0 + column, rows, keys)
         elif const_expr(v.premultiply):
             for e in cutlass.range_constexpr(t.keys // 2):
-                s[e] = s[e] * (scale * LOG2E)
+                s[e] = s[e] * scale
         if const_expr(v.dense):
             self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
         if const_expr(v.documents is not None):
@@ -632,14 +632,13 @@ class ForwardKernel:
     def program(self, s, captures, ints, scale, b, h, row0, col0, rows, keys):
         v = self.v
         emit = Emitter(v.captures, captures, ints, b, h, col0, keys)
-        # score + f(everything else) is one fma in base-2 units
+        # scale * QK^T + f(everything else) is one fma
         plain = v.score is not None and v.score.op == "add" and SCORE in v.score.args
         other = None
         if plain:
             other = v.score.args[1] if v.score.args[0] == SCORE else v.score.args[0]
             plain = not other.uses_score()
         q = [cutlass.min(row0 + 8 * r, rows - 1) for r in range(2)]
-        factor = scale * LOG2E
         for j in range(self.t.keys // 8):
             for e in range(2):
                 c = 8 * j + e
@@ -647,11 +646,11 @@ class ForwardKernel:
                 for r in range(2):
                     i, row = 4 * j + 2 * r + e, (r, q[r])
                     if plain:
-                        x = cute.math.fma(as_float(emit(other, row, column, None)), Float32(LOG2E), s[i] * factor)
+                        x = cute.math.fma(s[i], scale, as_float(emit(other, row, column, None)))
                     elif v.score is not None:
-                        x = as_float(emit(v.score, row, column, s[i] * scale)) * LOG2E
+                        x = as_float(emit(v.score, row, column, s[i] * scale))
                     else:
-                        x = s[i] * factor if v.premultiply else s[i]
+                        x = s[i] * scale if v.premultiply else s[i]
                     for predicate in v.predicates:
                         x = select_(as_bool(emit(predicate, row, column, None)), x, Float32(NEG_INF))
                     s[i] = x
@@ -720,12 +719,13 @@ class ForwardKernel:
     def softmax(self, s, row_max, row_sum, scale_log2):
         """One step of the online softmax: S becomes exp(S - max) in place; returns the factors of the two rows of O.
 
-        With a positive scale the maximum is taken over raw scores and the scale is folded into the exponent's fma;
-        otherwise scores are already in base-2 units.
+        With a positive scale the maximum is taken over raw scores and the scale is folded into the exponent's fma.
+        Otherwise S holds the scores themselves, in natural units: a bias of -3.4e38 must stay finite, since a row that
+        has it everywhere is a uniform one.
         """
         factors = []
         size = cute.size(s)
-        unit = Float32(1.0) if self.v.premultiply else scale_log2
+        unit = Float32(LOG2E) if self.v.premultiply else scale_log2
         for r in range(2):
             idx = [4 * j + 2 * r + e for j in range(size // 4) for e in range(2)]
             # Four chains: fmax has a latency of several cycles.  PTX max drops NaN; the exponential brings it back.
@@ -741,26 +741,25 @@ class ForwardKernel:
             # is (FlashAttention-4, arXiv 2603.05451).  -inf and NaN fail the comparison and take the new value.
             top = select_((top - old) * unit <= LAZY, old, top)
             row_max[r] = top
-            if self.v.masked:
-                # So far every key was masked: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.
-                top = select_(top == NEG_INF, Float32(0.0), top)
+            # So far every score was -inf: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.  A row that ends like
+            # this has the sum 0.
+            top = select_(top == NEG_INF, Float32(0.0), top)
             shift = top * unit
-            factor = cute.math.exp2(old * unit - shift, fastmath=True)
-            factors.append(factor)
+            factors.append(cute.math.exp2((old - top) * unit, fastmath=True))
             sums = []
             for n, i in enumerate(idx):
-                x = s[i] - shift if self.v.premultiply else cute.math.fma(s[i], unit, -shift)
+                x = (s[i] - top) * unit if self.v.premultiply else cute.math.fma(s[i], unit, -shift)
                 x = cute.math.exp2(x, fastmath=True)
                 s[i] = x
                 if n < 4:
                     sums.append(x)
                 else:
                     sums[n % 4] = sums[n % 4] + x
-            row_sum[r] = row_sum[r] * factor + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+            row_sum[r] = row_sum[r] * factors[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
         return factors
 
     @cute.jit
-    def normalise(self, o, row_max, row_sum, scale_log2, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean):
+    def normalise(self, o, row_max, row_sum, scale, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean):
         """Divide O by the row sums, add the sink, treat rows with every key masked, write the log-sum-exp."""
         v = self.v
         for r in cutlass.range_constexpr(2):
@@ -768,16 +767,12 @@ class ForwardKernel:
             total = row_sum[r]
             total = total + cute.arch.shuffle_sync_bfly(total, 1)
             total = total + cute.arch.shuffle_sync_bfly(total, 2)
-            top = row_max[r] if const_expr(v.premultiply) else row_max[r] * scale_log2
+            top = row_max[r] if const_expr(v.premultiply) else row_max[r] * scale
             factor = Float32(1.0)
             if const_expr(sink is not None):
-                logit = sink[h].to(Float32) * LOG2E
-                both = cute.arch.fmax(top, logit)
-                factor = cute.math.exp2(top - both, fastmath=True)
-                total = total * factor + cute.math.exp2(logit - both, fastmath=True)
-                top = both
+                factor, total, top = _add_sink(sink[h].to(Float32), total, top)
             inverse = factor * cute.arch.rcp_approx(total)
-            log_sum = top * LN2 + cute.math.log2(total, fastmath=True) * LN2
+            log_sum = top + cute.math.log2(total, fastmath=True) * LN2
             if const_expr(v.empty == "zero"):
                 inverse = select_(total == 0.0, Float32(0.0), inverse)
             for j in cutlass.range_constexpr(v.dim_v // 8):
@@ -803,6 +798,13 @@ def _gemm(mma, acc, a, b, clear: bool):
     for k in range(cute.size(a, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, not (clear and k == 0))
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+
+
+def _add_sink(logit, total, top):
+    """One more term exp(logit) in a row sum relative to exp(top): factor of O, new sum, new reference."""
+    both = cute.arch.fmax(top, logit)
+    factor = cute.math.exp2((top - both) * LOG2E, fastmath=True)
+    return factor, total * factor + cute.math.exp2((logit - both) * LOG2E, fastmath=True), both
 
 
 def _arrive(barrier):

@@ -114,19 +114,13 @@ class Forward:
         raise ValueError(f"no tile for head dims ({self.dim}, {self.dim_v})")
 
     @property
-    def masked(self) -> bool:
-        """A row may have keys that are masked for another reason than the end of the keys."""
-        return (self.band_lo or self.band_hi or self.padding or self.dense or self.chunk or bool(self.documents)
-                or bool(self.predicates))
-
-    @property
     def has_program(self) -> bool:
         """Code is emitted for every element of every tile."""
         return self.score is not None or bool(self.predicates)
 
     @property
     def premultiply(self) -> bool:
-        """Scores are brought to base-2 units before the maximum is taken."""
+        """S is turned into scores before the maximum is taken: scaled, and through the score program."""
         return not self.positive_scale or self.score is not None
 
     @property

@@ -64,6 +64,8 @@ class Case:
     """Which of b h q k the mask tensor has; "" is none."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
+    bias_mask: str = ""
+    """"inf" or "min": the bias is a causal mask with holes that adds -inf or the dtype's lowest value; "" is random."""
     score: str = ""
     """"softcap", "alibi", "distance" (a program of where, cast, floordiv, mod) or "" for none."""
     predicate: str = ""
@@ -193,6 +195,14 @@ def inputs(c: Case) -> tuple[Any, ...]:
     score: Expr = SCORE
     if c.bias:
         b = torch.randn(shaped(c.bias), generator=g, device="cuda").to(getattr(torch, c.bias_dtype))
+        if c.bias_mask:
+            hidden = torch.ones(c.rows, c.keys, dtype=torch.bool, device="cuda").triu(1)
+            hidden = hidden | (torch.rand(c.keys, generator=g, device="cuda") < 0.3)
+            hidden[:, 0] = False
+            if c.bias_mask == "min":
+                hidden[:3] = True  # rows that are hidden as a whole are uniform then
+            low = NEG_INF if c.bias_mask == "inf" else torch.finfo(b.dtype).min
+            b = torch.zeros_like(b).masked_fill(hidden, low)
         score = Expr("add", (SCORE, load(capture(b))))
     if c.score == "softcap":
         score = call("mul", call("tanh", call("div", SCORE, const(20.0))), const(20.0))
@@ -385,6 +395,10 @@ def all_cases(quick: bool = False) -> list[Case]:
         add("bias", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=keys, dims=rnd.choice(DIMS),
             bias=rnd.choice(["bhqk", "hqk", "qk", "bk", "k", "h"]), bias_dtype=rnd.choice(["bfloat16", "float16", "float32"]),
             heads=rnd.choice(GROUPS), hi=rnd.choice([None, None, max(0, keys - rows)]))
+    for n in range(6 if quick else 24):
+        rows = rnd.choice(LENGTHS[3:26])
+        add("additive mask", rows=rows, keys=rows, dims=rnd.choice(DIMS), bias=rnd.choice(["bqk", "qk"]),
+            bias_mask=["inf", "min"][n % 2], bias_dtype=rnd.choice(["bfloat16", "float32"]), heads=rnd.choice(GROUPS))
     for _ in range(8 if quick else 40):
         rows, keys = rnd.choice(LENGTHS[3:26]), rnd.choice(LENGTHS[3:26])
         add("dense", rows=rows, keys=keys, dims=rnd.choice(DIMS[:3]), dense=rnd.choice(["bhqk", "bqk", "qk", "hqk"]),
