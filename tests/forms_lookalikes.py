@@ -296,7 +296,7 @@ def two_products_added(q, k, v):
     return (qk(q, k) * 0.3 + qk(q.flip(-1), k)).softmax(-1) @ v
 
 
-@form(1, S, Arg("sd"), train=Code.GRAD_CAPTURE)
+@form(1, S, Arg("sd"))
 def deberta(q, k, v, rel):
     i = torch.arange(q.size(-2))
     index = (i[:, None] - i[None]).clamp(0)
@@ -315,33 +315,33 @@ def scores_squared(q, k, v):
     return (s * s).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_to_a_power(q, k, v):
     return (qk(q, k) * 0.3).pow(3).softmax(-1) @ v
 
 
-@form(Code.SCORE_OP, X)
+@form(Code.SCORE_USED, X)
 def scores_added_to_themselves(q, k, v):
     s = qk(q, k) * 0.3
     return (s + s.sin()).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_summed_up(q, k, v):
     return (qk(q, k) * 0.3).cumsum(-1).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_reversed(q, k, v):
     return (qk(q, k) * 0.3).flip(-1).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_rolled(q, k, v):
     return (qk(q, k) * 0.3).roll(1, -1).softmax(-1) @ v
 
 
-@form(Code.NO_QK, S)
+@form(Code.SCORE_OP, S)
 def relative_shift(q, k, v):  # transformer-xl
     s = F.pad(qk(q, k), (1, 0))
     b, h, n, m = s.shape
@@ -358,12 +358,12 @@ def scores_sliced(q, k, v):
     return qk(q, k)[..., 1:].softmax(-1) @ v[..., 1:, :]
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_padded(q, k, v):  # add_zero_attn
     return F.pad(qk(q, k), (0, 1)).softmax(-1) @ F.pad(v, (0, 0, 0, 1))
 
 
-@form(Code.SCORE_OP, X)
+@form(Code.SCORE_USED, X)
 def scores_minus_their_mean(q, k, v):
     s = qk(q, k)
     return (s - s.mean(-1, keepdim=True)).softmax(-1) @ v
@@ -375,7 +375,7 @@ def scores_divided_by_their_norm(q, k, v):
     return (s / s.norm(dim=-1, keepdim=True)).softmax(-1) @ v
 
 
-@form(Code.SCORE_OP, X)
+@form(Code.SCORE_USED, X)
 def maximum_over_queries_subtracted(q, k, v):
     s = qk(q, k)
     return (s - s.amax(-2, keepdim=True)).softmax(-1) @ v
@@ -392,7 +392,7 @@ def leaky_scores(q, k, v):  # GAT
     return F.leaky_relu(qk(q, k), 0.2).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def rounded_scores(q, k, v):
     return (qk(q, k) * 4).round().softmax(-1) @ v
 
@@ -403,7 +403,7 @@ def top_k(q, k, v):
     return s.masked_fill(s < s.topk(3, -1).values[..., -1:], INF).softmax(-1) @ v
 
 
-@form(Code.SCORE_OP, X)
+@form(Code.SCORE_USED, X)
 def own_threshold(q, k, v):
     s = qk(q, k) * 0.3
     return torch.where(s > 0, s, torch.full((), INF, dtype=s.dtype)).softmax(-1) @ v
@@ -414,6 +414,6 @@ def talking_heads_before(q, k, v, w):
     return torch.einsum("bhqk,hg->bgqk", qk(q, k) * 0.3, w).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form((Code.PROB_OP, Code.SCORE_OP), X, train=(Code.PROB_OP, Code.BACKWARD))
 def softmax_of_a_softmax(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1).softmax(-1) @ v

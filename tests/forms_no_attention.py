@@ -159,7 +159,7 @@ def weights_renormalised(q, k, v):
     return (p / (p.sum(-1, keepdim=True) + 0.1)) @ v
 
 
-@form(Code.PROB_OP, X)
+@form((Code.PROB_OP, Code.PROB_OP), X)
 def differential_attention(q, k, v):
     return ((qk(q, k) * 0.3).softmax(-1) - 0.4 * qk(q.flip(1), k).softmax(-1)) @ v
 
@@ -174,7 +174,7 @@ def talking_heads_after(q, k, v, w):
     return torch.einsum("bhqk,hg->bgqk", (qk(q, k) * 0.3).softmax(-1), w) @ v
 
 
-@form(None, X)
+@form(Code.PROB_OP, X)
 def weights_sliced(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1)[..., 2:] @ v[..., 2:, :]
 
@@ -201,13 +201,13 @@ def straight_through(q, k, v):
     return (hard - p.detach() + p) @ v
 
 
-@form(Code.NO_QK, "bhqd bhkd bhke")
+@form(Code.SCORE_OP, "bhqd bhkd bhke")
 def two_blocks_joined(q, k, v):  # luke, longformer: the scores of two products side by side
     s = torch.cat([qk(q, k), qk(q, k.flip(-1))], -1)
     return s.softmax(-1) @ torch.cat([v, v.flip(-1)], -2)
 
 
-@form(None, X, Arg("h", "const"))
+@form(Code.PROB_OP, X, Arg("h", "const"))
 def sink_joined_and_sliced(q, k, v, sinks):  # gpt_oss
     s = qk(q, k) * 0.3
     s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(s.size(0), -1, s.size(2), 1)], -1)
@@ -260,7 +260,7 @@ def scale_inf(q, k, v):
     return (qk(q, k) * float("inf")).softmax(-1) @ v
 
 
-@form(Code.SCALE, X)
+@form(Code.SCALE, X, train=Code.BACKWARD)
 def scale_nan(q, k, v):
     return (qk(q, k) * float("nan")).softmax(-1) @ v
 
@@ -270,12 +270,12 @@ def divided_by_zero(q, k, v):
     return (qk(q, k) / 0.0).softmax(-1) @ v
 
 
-@form(1, X, train=Code.GRAD_CAPTURE)
+@form(1, X, train=Code.BACKWARD)
 def scale_learned(q, k, v):
     return (qk(q, k) * v.mean()).softmax(-1) @ v
 
 
-@form(1, X, Arg("hqk"), train=Code.GRAD_CAPTURE)
+@form(1, X, Arg("hqk"))
 def bias_learned(q, k, v, bias):
     return (qk(q, k) * 0.3 + bias).softmax(-1) @ v
 
@@ -300,7 +300,7 @@ def fill_plus_inf(q, k, v, keep):
     return (qk(q, k) * 0.3).masked_fill(~keep, -INF).softmax(-1) @ v
 
 
-@form(Code.MASK_FILL, X, Arg("qk", "keep"))
+@form(Code.MASK_FILL, X, Arg("qk", "keep"), train=Code.BACKWARD)
 def fill_nan(q, k, v, keep):
     return (qk(q, k) * 0.3).masked_fill(~keep, float("nan")).softmax(-1) @ v
 
@@ -337,7 +337,7 @@ def integer_scores(q, k, v):
     return (q.long() @ k.long().transpose(-2, -1)).to(v.dtype).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def complex_scores(q, k, v):
     s = torch.complex(q, q) @ torch.complex(k, -k).transpose(-2, -1)
     return (s.real * 0.1).softmax(-1) @ v
@@ -348,17 +348,17 @@ def values_in_half_precision(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1).bfloat16() @ v.bfloat16()
 
 
-@form(None, X, sizes={"q": 0}, outliers=False, modes=("infer",))
+@form(Code.SIZE, X, sizes={"q": 0}, outliers=False, modes=("infer",))
 def no_queries(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1) @ v
 
 
-@form(None, X, sizes={"b": 0}, outliers=False, modes=("infer",))
+@form(Code.SIZE, X, sizes={"b": 0}, outliers=False, modes=("infer",))
 def no_batch(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1) @ v
 
 
-@form(None, X, sizes={"k": 0}, outliers=False, modes=("infer",))
+@form(Code.SIZE, X, sizes={"k": 0}, outliers=False, modes=("infer",))
 def no_keys(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1) @ v
 

@@ -1,0 +1,204 @@
+"""Attention under the other transformations of PyTorch: checkpointing, functional gradients, vmap, dropout, ..."""
+from __future__ import annotations
+
+import pytest
+import torch
+from forms_support import Compiled, args, check, check_close, check_report, compare, compiling, draw
+from forms_written import S, X, qk
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fa_inductor
+from fa_inductor.reasons import Code
+
+SIZES = {"b": 2, "h": 4, "s": 10, "q": 6, "k": 14, "d": 8, "e": 16}
+
+
+def attend(q, k, v):
+    return (qk(q, k) * 0.3).softmax(-1) @ v
+
+
+def inputs(spec: str = X, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return draw(args(spec), SIZES, dtype, "features", False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_checkpointing_recomputes_the_rewritten_block(dynamic):
+    def layer(q, k, v):
+        return checkpoint(lambda a, b, c: attend(a, b, c) * 2.0, q, k, v, use_reentrant=False)
+
+    compiled = check(layer, args(X), train=True, dynamic=dynamic, expect=1)
+    calls = [t for t in compiled.targets() if t.startswith("fa_inductor.attention")]
+    assert calls == ["fa_inductor.attention.default", "fa_inductor.attention.default",
+                     "fa_inductor.attention_backward.default"]
+
+
+def test_two_checkpointed_layers():
+    def model(q, k, v):
+        for _ in range(2):
+            q = q + checkpoint(attend, q, k, v, use_reentrant=False)
+        return q
+
+    check(model, args(S), train=True, dynamic=False, expect=2)
+
+
+def test_functional_gradient():
+    def gradient(q, k, v):
+        return torch.func.grad(lambda *a: attend(*a).square().sum(), argnums=(0, 1, 2))(q, k, v)
+
+    compiled = Compiled(gradient)
+    with compiling():
+        compare(gradient, compiled.fn, inputs(), train=False)
+        assert fa_inductor.report().found == 1
+
+
+def test_vmap():
+    def mapped(q, k, v):
+        return torch.func.vmap(attend)(q, k, v)
+
+    check(mapped, args(X), train=False, dynamic=False, expect=1)
+
+
+def test_second_derivative_is_that_of_eager_code_or_an_error():
+    """A gradient of a gradient inside one graph sees both written out; nothing may be half rewritten."""
+    def penalty(q, k, v):
+        return torch.func.grad(lambda a: torch.func.grad(
+            lambda x: attend(x, k, v).square().sum())(a).square().sum())(q)
+
+    compiled = Compiled(penalty)
+    with compiling():
+        compare(penalty, compiled.fn, inputs(), train=False)
+
+
+def test_double_backward_through_a_compiled_function_raises_as_without_us():
+    compiled = Compiled(attend)
+    q, k, v = inputs()
+    with compiling():
+        out = compiled.fn(q, k, v)
+        (g,) = torch.autograd.grad(out, q, torch.ones_like(out), create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            g.sum().backward()
+        check_report(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_around_the_compiled_function(dtype):
+    compiled = Compiled(attend)
+
+    def under_autocast(fn):
+        def run(*a):
+            with torch.autocast("cpu", dtype):
+                return fn(*a)
+        return run
+
+    with compiling():
+        compare(under_autocast(attend), under_autocast(compiled.fn), inputs(), train=True)
+        check_report(1)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_active_dropout_is_left_alone(train):
+    def dropping(q, k, v):
+        return F.dropout((qk(q, k) * 0.3).softmax(-1), 0.5, training=True) @ v
+
+    compiled = Compiled(dropping)
+    v = torch.eye(14).expand(2, 4, 14, 14).clone().requires_grad_()
+    q, k, _ = inputs()
+    with compiling(), torch.set_grad_enabled(train):
+        out = compiled.fn(q, k, v)
+        check_report(Code.DROPOUT)
+    p = (qk(q, k) * 0.3).softmax(-1)
+    kept = out != 0
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(out, torch.where(kept, 2 * p, 0.0))
+
+
+def test_sdpa_with_active_dropout_is_left_alone():
+    def dropping(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    compiled = Compiled(dropping)
+    with compiling(), torch.no_grad():
+        compiled.fn(*inputs())
+        report = fa_inductor.report()
+    assert report.rewritten == 0 and [b.reason.code for b in report.blocks] == [Code.DROPOUT] * len(report.blocks)
+
+
+def test_multihead_attention_module():
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def run(x):
+        return module(x, x, x, need_weights=False)[0]
+
+    compiled = Compiled(run)
+    x = torch.randn(2, 10, 32, requires_grad=True)
+    with compiling():
+        out = compiled.fn(x)
+        check_report(1)
+        (g,) = torch.autograd.grad(out.square().sum(), x)
+    eager = run(x)
+    (eager_g,) = torch.autograd.grad(eager.square().sum(), x)
+    torch.testing.assert_close(out, eager)
+    torch.testing.assert_close(g, eager_g, atol=1e-5, rtol=1e-4)
+
+
+def test_multihead_attention_that_returns_its_weights():
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    compiled = Compiled(lambda x: module(x, x, x, need_weights=True))
+    x = torch.randn(2, 10, 32, requires_grad=True)
+    with compiling():
+        out, weights = compiled.fn(x)
+        check_report(Code.WEIGHTS_USED)
+    torch.testing.assert_close((out, weights), module(x, x, x, need_weights=True))
+
+
+def test_a_frozen_part_of_a_trained_model():
+    def model(q, k, v):
+        with torch.no_grad():
+            frozen = attend(q, k, v)
+        return attend(frozen, frozen, frozen) + q.mean()
+
+    check(model, args(S), train=True, dynamic=False, expect=2)
+
+
+def test_a_block_on_both_sides_of_a_graph_break():
+    def model(q, k, v):
+        o = attend(q, k, v)
+        torch._dynamo.graph_break()
+        return attend(o, k, v)
+
+    compiled = Compiled(model)
+    with compiling():
+        compare(model, compiled.fn, inputs(S), train=True)
+        report = fa_inductor.report()
+    assert (report.found, report.rewritten, len(report.graphs)) == (2, 2, 2)
+
+
+def test_the_judge_sees_a_wrong_rewrite(monkeypatch):
+    """The tests of this folder can fail: a backend that is off by a thousandth is caught, forward and backward."""
+    from fa_inductor.backends import reference
+
+    forward, backward = reference.forward, reference.backward
+    monkeypatch.setattr(reference, "forward", lambda *a, **k: tuple(x * 1.001 for x in forward(*a, **k)))
+    with pytest.raises(AssertionError, match="output 0: max error"):
+        check(attend, args(X), train=False, dynamic=False, expect=1)
+    monkeypatch.setattr(reference, "forward", forward)
+
+    def off(*a, **k):
+        dq, dk, dv, more = backward(*a, **k)
+        return dq * 1.001, dk, dv, more
+
+    monkeypatch.setattr(reference, "backward", off)
+    with pytest.raises(AssertionError, match="gradient 0: m"):
+        check(attend, args(X), train=True, dynamic=False, expect=1)
+
+
+def test_the_judge_sees_a_mean_error():
+    exact = torch.randn(64, 64, dtype=torch.float64)
+    eager = exact.float()
+    with pytest.raises(AssertionError, match="mean error"):
+        check_close("x", eager + 3e-7, eager, exact)
+    with pytest.raises(AssertionError, match="NaN"):
+        check_close("x", eager.masked_fill(eager > 3, float("nan")), eager, exact)
