@@ -22,7 +22,7 @@ def form(expect, spec: str, *more: Arg, **keywords):
     return register
 
 
-# -- softmax over something else than the keys ---------------------------------------------------------------------------
+# -- softmax over something else than the keys -------------------------------------------------------------------------
 
 @form(Code.SOFTMAX_DIM, S)
 def softmax_over_batch(q, k, v):
@@ -117,7 +117,7 @@ def softmax_over_queries_and_keys(q, k, v):
     return s.flatten(-2).softmax(-1).view_as(s) @ v
 
 
-# -- other contractions --------------------------------------------------------------------------------------------------
+# -- other contractions ------------------------------------------------------------------------------------------------
 
 @form(1, "bshd bshd bshd", sizes=CUBE)
 def openfold_keys_equal_sizes(q, k, v):
@@ -199,7 +199,7 @@ def values_that_depend_on_the_query(q, k, v):
     return torch.einsum("bhqk,bhqke->bhqe", qk(q, k).softmax(-1), v)
 
 
-# -- between the product and the softmax ---------------------------------------------------------------------------------
+# -- between the product and the softmax -------------------------------------------------------------------------------
 
 @form(1, X, Arg("qk", "const"))
 def add_with_alpha(q, k, v, m):

@@ -306,7 +306,7 @@ def constant_added(q, k, v):
     return (qk(q, k) * 0.3 + 0.5).softmax(-1) @ v
 
 
-# -- the score changed pointwise ------------------------------------------------------------------------------------------
+# -- the score changed pointwise ---------------------------------------------------------------------------------------
 
 @form(X, Arg("b1qk", "keep"), dtypes=HALF)
 def softcap(q, k, v, keep):  # gemma2
@@ -334,3 +334,19 @@ def cosine(q, k, v):
 def cosine_with_scale_per_head(q, k, v, scale):  # swinv2
     s = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
     return (s * scale.clamp(max=4.6).exp()[..., None]).softmax(-1) @ v
+
+
+# -- sinks: a logit that takes part in the softmax and has no value ----------------------------------------------------
+
+@form(X, Arg("h", "const"))
+def sink_joined_and_sliced(q, k, v, sinks):  # gpt_oss
+    s = qk(q, k) * 0.3
+    s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(s.size(0), -1, s.size(2), 1)], -1)
+    s = s - s.max(-1, keepdim=True).values
+    return s.softmax(-1)[..., :-1] @ v
+
+
+@form(X, Arg("h", "const"))
+def sink_by_logsumexp(q, k, v, sinks):  # granite_swa
+    s = qk(q, k) * 0.3
+    return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks.view(1, -1, 1, 1))

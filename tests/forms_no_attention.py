@@ -79,7 +79,7 @@ def contrastive(q, k):
     return (q @ k.transpose(1, 2)).log_softmax(-1).diagonal(dim1=1, dim2=2).mean()
 
 
-# -- between the softmax and the values ------------------------------------------------------------------------------------
+# -- between the softmax and the values --------------------------------------------------------------------------------
 
 @form(Code.WEIGHTS_USED, X)
 def weights_returned(q, k, v):
@@ -207,21 +207,7 @@ def two_blocks_joined(q, k, v):  # luke, longformer: the scores of two products 
     return s.softmax(-1) @ torch.cat([v, v.flip(-1)], -2)
 
 
-@form(Code.PROB_OP, X, Arg("h", "const"))
-def sink_joined_and_sliced(q, k, v, sinks):  # gpt_oss
-    s = qk(q, k) * 0.3
-    s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(s.size(0), -1, s.size(2), 1)], -1)
-    s = s - s.max(-1, keepdim=True).values
-    return s.softmax(-1)[..., :-1] @ v
-
-
-@form(Code.SCORE_USED, X, Arg("h", "const"))
-def sink_by_logsumexp(q, k, v, sinks):  # granite_swa
-    s = qk(q, k) * 0.3
-    return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks.view(1, -1, 1, 1))
-
-
-# -- scores used elsewhere ---------------------------------------------------------------------------------------------------
+# -- scores used elsewhere ---------------------------------------------------------------------------------------------
 
 @form(Code.SCORE_USED, X)
 def scores_returned(q, k, v):
@@ -253,7 +239,7 @@ def both_directions(q, k, v):  # grounding dino: one product, softmax over both 
     return s.softmax(-1) @ v, s.softmax(-2).transpose(-2, -1) @ v
 
 
-# -- scales and fills without a meaning -----------------------------------------------------------------------------------------
+# -- scales and fills without a meaning --------------------------------------------------------------------------------
 
 @form(Code.SCALE, X)
 def scale_inf(q, k, v):
@@ -330,7 +316,7 @@ def where_between_scores_and_a_tensor(q, k, v, keep, other):
     return torch.where(keep, qk(q, k), other).softmax(-1) @ v
 
 
-# -- types ---------------------------------------------------------------------------------------------------------------------
+# -- types -------------------------------------------------------------------------------------------------------------
 
 @form(Code.NO_QK, X, modes=("infer",))
 def integer_scores(q, k, v):

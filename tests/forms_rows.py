@@ -22,7 +22,7 @@ def form(expect, spec: str, *more: Arg, **keywords):
     return register
 
 
-# -- rows with every key masked ------------------------------------------------------------------------------------------
+# -- rows with every key masked ----------------------------------------------------------------------------------------
 
 @form(1, X, HOLE, dtypes=HALF)
 def empty_rows_of_inf(q, k, v, keep):  # NaN
@@ -139,7 +139,7 @@ def masked_on_both_sides(q, k, v, keep):  # fastspeech2
     return (qk(q, k) * 0.3).masked_fill(~m, torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
-# -- one tensor in two parts -----------------------------------------------------------------------------------------------
+# -- one tensor in two parts -------------------------------------------------------------------------------------------
 
 @form(1, "bhsd", dtypes=HALF)
 def one_tensor_for_all(x):
@@ -224,7 +224,7 @@ def output_reshaped_for_a_linear_layer(q, k, v, w):
     return o.transpose(1, 2).reshape(-1, 32) @ w.t()
 
 
-# -- changes in place --------------------------------------------------------------------------------------------------------
+# -- changes in place --------------------------------------------------------------------------------------------------
 
 @form(1, X, modes=("infer",))  # autograd itself refuses to differentiate this
 def keys_changed_after_the_product(q, k, v):

@@ -49,7 +49,7 @@ class Arg:
     shape: str
     kind: str = "float"
     """``float`` follows the dtype under test and gets a gradient; ``const`` the same without one; ``bool``,
-    ``keep`` (bool, true in the first column), ``tril``, ``length`` (int64 lengths >= 1) and ``int`` (0 or 2) do not
+    ``keep`` (bool, true in the first column), ``hole`` (bool, nothing true in the first row), ``tril``, ``length`` (int64 lengths >= 1) and ``int`` (0 or 2) do not
     depend on it; ``float32`` is a constant that stays in float32."""
 
     def make(self, sizes: dict[str, int], dtype: torch.dtype, g: torch.Generator, outliers: bool) -> Tensor:
@@ -70,6 +70,8 @@ class Arg:
         mask = torch.rand(shape, generator=g) < 0.7
         if self.kind == "keep":
             mask[..., 0] = True
+        if self.kind == "hole":
+            mask.view(-1, mask.shape[-1])[0] = False
         return mask
 
 
@@ -145,9 +147,10 @@ def results(fn: Callable[..., Any], inputs: Sequence[Tensor], train: bool) -> tu
     return [o.detach() for o in outs], list(torch.autograd.grad(tops, wanted, tangents, allow_unused=True))
 
 
-def check_form(form: Form, mode: str, dtype: str) -> Compiled:
-    """`check` with what is expected of ``form`` in a mode of `MODES`."""
+def check_form(form: Form, mode: str, dtype: str, refused: Code | None = None) -> Compiled:
+    """`check` with what is expected of ``form`` in a mode of `MODES`, or with a reason for which it is refused today."""
     expect = form.train if mode.startswith("train") and form.train != "same" else form.expect
+    expect = refused or expect
     return check(form.fn, form.spec, **MODES[mode], expect=expect,  # type: ignore[arg-type]
                  dtype=getattr(torch, dtype), sizes=form.sizes, outliers=form.outliers)
 

@@ -118,7 +118,7 @@ def scale_in_place(q, k, v):
     return s.softmax(-1) @ v
 
 
-# -- precision ----------------------------------------------------------------------------------------------------------
+# -- precision ---------------------------------------------------------------------------------------------------------
 
 @form(S, dtypes=("float32", "bfloat16", "float16"))
 def softmax_in_float32(q, k, v):
@@ -142,7 +142,7 @@ def row_maximum_subtracted(q, k, v):
     return (s - s.amax(-1, keepdim=True)).softmax(-1) @ v
 
 
-# -- layouts -------------------------------------------------------------------------------------------------------------
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 @form(LIST, dtypes=("float32", "bfloat16"))
 def heads_permuted(q, k, v):
@@ -248,7 +248,7 @@ def channel_attention(q, k, v):  # XCA: over the channels, still softmax(QK^T)V 
     return ((F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)) * 1.5).softmax(-1) @ v
 
 
-# -- einsum --------------------------------------------------------------------------------------------------------------
+# -- einsum ------------------------------------------------------------------------------------------------------------
 
 @form(X)
 def einsum_bhid(q, k, v):
@@ -287,7 +287,7 @@ def einsum_grouped(q, k, v):
     return torch.einsum("bngst,bntd->bsngd", s.softmax(-1), v)
 
 
-# -- grouped heads ---------------------------------------------------------------------------------------------------------
+# -- grouped heads -----------------------------------------------------------------------------------------------------
 
 @form("bhqd bnkd bnke", dtypes=("float32", "bfloat16"))
 def grouped_repeat_kv(q, k, v):
@@ -321,7 +321,7 @@ def one_key_head_expanded(q, k, v):
     return (qk(q, k.expand(-1, 4, -1, -1)) * 0.3).softmax(-1) @ v.expand(-1, 4, -1, -1)
 
 
-# -- softmax spelled differently ---------------------------------------------------------------------------------------------
+# -- softmax spelled differently ---------------------------------------------------------------------------------------
 
 @form(X)
 def softmax_module(q, k, v):
@@ -346,7 +346,7 @@ def log_softmax_exp(q, k, v):
     return (qk(q, k) * 0.3).log_softmax(-1).exp() @ v
 
 
-# -- products with a built-in addition ------------------------------------------------------------------------------------------
+# -- products with a built-in addition ---------------------------------------------------------------------------------
 
 @form("bqd bkd bke")
 def baddbmm_of_nothing(q, k, v):  # diffusers
