@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import torch
-from forms_lookalikes import CUBE
+from forms_axes import CUBE
 from forms_masked import INF, additive
 from forms_support import Arg, Form, args
 from forms_written import S, X, qk

@@ -48,9 +48,9 @@ class Arg:
 
     shape: str
     kind: str = "float"
-    """``float`` follows the dtype under test and gets a gradient; ``const`` the same without one; ``bool``,
-    ``keep`` (bool, true in the first column), ``hole`` (bool, nothing true in the first row), ``tril``, ``length`` (int64 lengths >= 1) and ``int`` (0 or 2) do not
-    depend on it; ``float32`` is a constant that stays in float32."""
+    """``float`` follows the dtype under test and gets a gradient, ``const`` is the same without one, and ``float32``
+    a constant that stays in float32.  Of bool: ``bool``, ``keep`` (true in the first column), ``hole`` (nothing true
+    in the first row) and ``tril``.  Of int64: ``length`` (at least 1) and ``int`` (0 or 2)."""
 
     def make(self, sizes: dict[str, int], dtype: torch.dtype, g: torch.Generator, outliers: bool) -> Tensor:
         shape = [sizes[c] for c in self.shape]
@@ -148,7 +148,7 @@ def results(fn: Callable[..., Any], inputs: Sequence[Tensor], train: bool) -> tu
 
 
 def check_form(form: Form, mode: str, dtype: str, refused: Code | None = None) -> Compiled:
-    """`check` with what is expected of ``form`` in a mode of `MODES`, or with a reason for which it is refused today."""
+    """`check` with what is expected of ``form`` in a mode of `MODES`, or with the reason of a refusal."""
     expect = form.train if mode.startswith("train") and form.train != "same" else form.expect
     expect = refused or expect
     return check(form.fn, form.spec, **MODES[mode], expect=expect,  # type: ignore[arg-type]

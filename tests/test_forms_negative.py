@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import pytest
+from forms_axes import FORMS as AXES
 from forms_lookalikes import FORMS as LOOKALIKES
 from forms_no_attention import FORMS as NO_ATTENTION
 from forms_support import check_form
 
-FORMS = {**LOOKALIKES, **NO_ATTENTION}
+FORMS = {**AXES, **LOOKALIKES, **NO_ATTENTION}
 CASES = [pytest.param(form, mode, id=f"{name}-{mode}") for name, form in FORMS.items() for mode in form.modes]
 
 

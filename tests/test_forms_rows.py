@@ -1,4 +1,4 @@
-"""Rows masked as a whole, tensors in two parts, changes in place, and SDPA calls: rewritten or refused, always right."""
+"""Rows masked as a whole, one tensor in two parts, changes in place, SDPA calls: rewritten or refused, always right."""
 from __future__ import annotations
 
 import pytest
