@@ -135,7 +135,8 @@ class _Pass:
             return
         for tensors in (False, True):
             ev, mat = self.prover(block)
-            plan.program = Reader(block, ev, mat, tensors, plan.backward.biases if plan.backward else ()).read()
+            plan.program = Reader(block, ev, mat, tensors, trained=plan.backward is not None,
+                                  wanted=plan.backward.biases if plan.backward else ()).read()
             plan.backend, plan.reason = guards.choose(plan.program.record, self._site(block, plan))
             score = plan.program.record.score
             if plan.reason is None or score == SCORE or plan.program.record.bias() is not None:
@@ -181,6 +182,7 @@ def _run(graph: Graph) -> GraphReport:
             out, lse, qkv = rewriter.forward(plan.block, plan.program.record, inputs, block_id)
             if plan.backward is not None:
                 rewriter.backward(plan.block, plan.program.record, inputs, block_id, plan.backward, out, lse, qkv)
+            rewriter.erase(plan.block, plan.backward)
             _rewrites += 1
         reports.append(_report(plan))
     if plans:

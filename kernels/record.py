@@ -110,8 +110,8 @@ class Attention:
     """Score of a masked position: -inf, or the finite value that the user's code put or added there.
     A finite fill is at most -3e4, so it only shows in rows that are masked as a whole (``empty_rows``)."""
     fill_mode: Literal["add", "replace"] = "add"
-    """Whether a finite fill is added to the score (the score keeps its gradient) or takes its place.  Only the
-    gradient of a row that is masked as a whole depends on it; an infinite fill replaces."""
+    """Whether the fill is added to the score (the score keeps its gradient) or takes its place.  Only the gradient
+    of a row that is masked as a whole depends on it."""
     empty_rows: EmptyRows = "never"
     sink: int | None = None
     """Capture ``[Hq]``: learned logit that takes part in the softmax but has no value row."""

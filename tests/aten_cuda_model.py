@@ -37,6 +37,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, allowed: Tensor, bias: Tensor | 
 def _window(sq: int, sk: int, left: int, right: int) -> Tensor:
     distance = torch.arange(sk)[None] - torch.arange(sq)[:, None] - (sk - sq)
     ok = torch.ones(sq, sk, dtype=torch.bool)
+    left, right = (-1 if side >= sk else side for side in (left, right))  # as the flash kernels do
     if left >= 0:
         ok &= distance >= -left
     if right >= 0:
@@ -118,6 +119,8 @@ def efficient_backward(
 ):
     _need(max_q == q.shape[1] and max_k == k.shape[1], "lengths")
     _need(lse.shape[-1] % 32 == 0 and lse.shape[-1] >= max_q and lse.is_contiguous(), f"lse {tuple(lse.shape)}")
+    _need(out.is_contiguous(), f"out is read as contiguous, its strides are {out.stride()}")
+    _need(window_size is None, "the backward is wrong with a window")
     lse = lse[..., :max_q]
     _need(not lse.isnan().any() and not (lse == -math.inf).any(), "lse of a row without keys is +inf")
     _layout(dout, out)

@@ -19,7 +19,7 @@ def oracle(
     s = score(torch.einsum("bhqd,bhkd->bhqk", q, k) * scale)
     if mask is not None:
         mask = mask.expand(s.shape)
-        s = s.masked_fill(~mask, fill) if replace or fill == -math.inf else s + torch.zeros_like(s).masked_fill(~mask, fill)
+        s = s.masked_fill(~mask, fill) if replace or empty == "zero" else s + torch.zeros_like(s).masked_fill(~mask, fill)
     if sink is not None:
         s = torch.cat([s, sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
     p = s.softmax(-1)

@@ -85,7 +85,8 @@ MASKS = {
                       lambda b, h, q, k, c: (k <= q + 1) & (k >= q - 4) & c[0].view(B, 1, 1, SK) & c[1], [PAD, DENSE]),
 }
 ROWS: dict[EmptyRows, float] = {"nan": -math.inf, "mean": -1e30, "zero": -math.inf}
-RULES: list[tuple[EmptyRows, float, str]] = [(e, f, "add") for e, f in ROWS.items()] + [("mean", -1e30, "replace")]
+RULES: list[tuple[EmptyRows, float, str]] = [(e, f, "add") for e, f in ROWS.items()] + [
+    ("mean", -1e30, "replace"), ("nan", -math.inf, "replace")]
 """Rules for rows masked as a whole: ``empty_rows``, ``fill``, ``fill_mode``."""
 
 

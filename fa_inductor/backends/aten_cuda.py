@@ -3,7 +3,8 @@
 Flash (`_flash_attention_forward`): half dtypes, no bias, and a band ``q + off - left <= k <= q + off + right`` whose
 diagonal is the bottom right one, ``off = Sk - Sq``.  `flash_band` turns any band into that form by leaving out keys
 that no row attends to.  Efficient (`_efficient_attention_forward`): any bias in the dtype of q, equal head counts;
-causal and sliding windows without a bias tensor.
+causal without a bias tensor.  Its built-in window is not used: the backward gives wrong
+gradients with one (torch 2.11 on H200).
 """
 from __future__ import annotations
 
@@ -72,6 +73,8 @@ def flash_band(lo: int | None, hi: int | None, sq: int, sk: int) -> FlashBand | 
     left = -1 if lo is None or lo <= 1 - sq else offset - (lo - start)
     if (right < 0 and right != -1) or (left < 0 and left != -1):
         return None
+    if max(left, right) >= stop - start:  # the kernel takes a side that is as long as the keys for unbounded
+        return None
     if (hi is not None and right == -1 and hi < sk - 1) or (lo is not None and left == -1 and lo > 1 - sq):
         return None
     return FlashBand(start, stop, left, right)
@@ -124,7 +127,6 @@ class EfficientBlock:
     bias: Tensor | None
     dead: Tensor | None
     mask_type: int
-    window: int | None
 
 
 class EfficientPlan:
@@ -153,16 +155,14 @@ class EfficientPlan:
         if rest.score != SCORE or any(not isinstance(a, KeyPadding) for a in rest.mask):
             return None
         if lo is None and (hi is None or hi >= sk - 1):
-            keys, mask_type, window = sk, 0, None
-        elif hi is None or sq + hi > sk or sq + hi < sq:
+            keys, mask_type = sk, 0
+        elif lo is not None or hi is None or sq + hi > sk or sq + hi < sq:
             return None
         else:
-            keys, mask_type, window = sq + hi, 2, None if lo is None else hi - lo + 1
-            if window is not None and window <= 0:
-                return None
+            keys, mask_type = sq + hi, 2
         scope = Scope(self.shape, (0, sq), self.captures, self.ints, self.device)
         bias, _ = additive_mask(rest, scope, self.dtype)
-        return EfficientBlock((0, sq), keys, self._aligned(bias, sq, keys), None, mask_type, window)
+        return EfficientBlock((0, sq), keys, self._aligned(bias, sq, keys), None, mask_type)
 
     def _aligned(self, bias: Tensor | None, rows: int, keys: int) -> Tensor | None:
         if bias is None:
@@ -184,7 +184,7 @@ class EfficientPlan:
         for rows in row_blocks(b * h, sq, align(sk), self.dtype.itemsize, BIAS_BYTES):
             scope = Scope(self.shape, rows, self.captures, self.ints, self.device)
             bias, dead = additive_mask(self.record, scope, self.dtype)
-            yield EfficientBlock(rows, sk, self._aligned(bias, rows[1] - rows[0], sk), dead, 0, None)
+            yield EfficientBlock(rows, sk, self._aligned(bias, rows[1] - rows[0], sk), dead, 0)
 
 
 def efficient_forward(
@@ -201,7 +201,7 @@ def efficient_forward(
         rows = slice(*block.rows)
         out, lse, *_ = _efficient_forward(
             to_kernel(qk[:, :, rows], align(record.head_dim)), kk[:, : block.keys], vk[:, : block.keys], block.bias,
-            None, None, None, None, 0.0, block.mask_type, True, scale=scale, window_size=block.window,
+            None, None, None, None, 0.0, block.mask_type, True, scale=scale,
         )
         out, lse = out.transpose(1, 2)[..., : record.head_dim_v], lse[..., : block.rows[1] - block.rows[0]]
         if block.dead is not None:

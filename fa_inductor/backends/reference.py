@@ -27,10 +27,10 @@ BLOCK_BYTES = 1 << 28
 def fill_replaces(record: Attention) -> bool:
     """Whether the fill takes the place of the score (``where``, ``masked_fill``) instead of being added to it.
 
-    Only the gradient of a row that is masked as a whole depends on it: an added finite fill passes gradients through
-    to the scores.
+    Only the gradient of a row that is masked as a whole depends on it: an added fill passes gradients through to
+    the scores.
     """
-    return math.isinf(record.fill) or record.fill_mode == "replace"
+    return record.fill_mode == "replace"
 
 
 def row_blocks(

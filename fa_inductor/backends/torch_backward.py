@@ -87,9 +87,11 @@ def _efficient(
         part_lse = torch.nn.functional.pad(lse[..., rows], (0, -n % LSE_ALIGN), value=math.inf).contiguous()
         dq, dk, dv, db = _efficient_backward(
             to_kernel(dout[:, :, rows].to(plan.dtype), width_v), to_kernel(qk[:, :, rows], width),
-            kk[:, : block.keys], vk[:, : block.keys], block.bias, to_kernel(out[:, :, rows].to(plan.dtype), width_v),
+            kk[:, : block.keys], vk[:, : block.keys], block.bias,
+            # out alone is read as contiguous [B, S, H, Dv], whatever its strides say
+            to_kernel(out[:, :, rows].to(plan.dtype), width_v).contiguous(),
             None, None, n, block.keys, part_lse, 0.0, none, none, block.mask_type, dbias is not None, scale=scale,
-            num_splits_key=splits, window_size=block.window,
+            num_splits_key=splits,
         )
         dqs.append(dq.transpose(1, 2)[..., : record.head_dim])
         dk_sum[:, : block.keys] += dk

@@ -104,6 +104,9 @@ class Numbering:
                 if t in RESHAPES:
                     return self._reshape(i, shape, dtype)
                 return ("expand", i, shape, dtype)
+            if t is aten.copy.default and shape_of(val(n.args[1])) == shape and val(n.args[1]).dtype == dtype:
+                i = ids(n.args[1])
+                return i if i is not None else ("node", id(n))
             if t in PERMUTES:
                 return self._permute(i, permutation(n), shape, dtype)
             if t in CASTS:

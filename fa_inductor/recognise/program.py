@@ -41,6 +41,11 @@ _NEVER_REACHED = -1e30
 _ABSORBS = 2.0**14
 """An added fill makes a whole row uniform only if rounding to the fill swallows scores up to this size."""
 
+_CUDNN = aten._scaled_dot_product_cudnn_attention.default
+_CUDNN_FILL = -65504.0
+"""PyTorch writes a boolean mask for cuDNN with this value; for every other backend it writes -inf.  A row without keys
+is zero in all of PyTorch's implementations but this one, and is made zero here too."""
+
 
 @dataclass
 class _Mask:
@@ -79,7 +84,7 @@ class Reader:
         wanted: operands whose gradient the graph needs; each becomes a capture of its own, masks in it included.
     """
 
-    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool,
+    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool, *, trained: bool = False,
                  wanted: Collection[Node] = ()) -> None:
         self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
         self.scale = block.scale
@@ -88,7 +93,7 @@ class Reader:
         self.shifted = False
         """A row constant was left out; only what keeps it a row constant may follow."""
         self.masks: list[_Mask] = []
-        self.wanted = wanted
+        self.trained, self.wanted = trained, wanted
         self.grads: list[int] = []
         self.captures: list[Any] = []
         self.ints: list[Any] = []
@@ -288,7 +293,11 @@ class Reader:
         dtype = val(step.node).dtype if step.name != "bias" else None
         self._shift_fills(step)
         proof = prove_additive(self.ev, other, self._index(step, other), dtype)
-        if not proof.always_true and self._is_mask(proof, dtype or val(other).dtype):
+        if not proof.always_true and proof.fills == (_CUDNN_FILL,) and step.node.target is _CUDNN:
+            self.masks.append(_Mask(proof, (float("-inf"),), "replace"))
+            if proof.residual is not None:
+                self._add_residual(proof.residual)
+        elif not proof.always_true and self._is_mask(proof, dtype or val(other).dtype):
             self.masks.append(_Mask(proof, proof.fills, "add"))
             if proof.residual is not None:
                 self._add_residual(proof.residual)
@@ -398,9 +407,13 @@ class Reader:
 
     def _empty(self, fills: set[float]) -> tuple[float, str, str]:
         """(fill, fill mode, empty rows) when a row may be masked as a whole."""
-        if fills == {float("-inf")}:
-            return float("-inf"), "replace", "zero" if self.block.safe else "nan"
         modes = {m.mode for m in self.masks}
+        if fills == {float("-inf")}:
+            if self.block.safe:
+                return float("-inf"), "replace", "zero"
+            if len(modes) > 1 and self.trained:  # where the NaN of such a row goes depends on which mask hides it
+                raise Refusal(Code.MASK_FILL, "-inf is both added and filled in")
+            return float("-inf"), modes.pop(), "nan"
         one = len(fills) == 1 and (modes == {"replace"} or len(self.masks) == 1)
         if not one or not all(m.eps == 0.0 or _absorbs(f, m.eps) for m in self.masks for f in m.fills):
             raise Refusal(Code.MASK_FILL, ", ".join(f"{f:g}" for f in sorted(fills)))

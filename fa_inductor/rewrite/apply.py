@@ -1,6 +1,7 @@
 """Replace one understood block by our operators: the forward, and in training the backward that belongs to it."""
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,6 +112,22 @@ class Rewriter:
                 self._replace(biases[capture.node], new)
 
     @staticmethod
+    def erase(block: Block, found: Backward | None) -> None:
+        """Take a replaced SDPA operator, and its backward, out of the graph.
+
+        They are said to draw random numbers, so the removal of dead code leaves them alone.
+        """
+        if block.kind != "sdpa":
+            return
+        calls = [u for r in block.anchor.users for u in r.users] if found is not None else []
+        for call in dict.fromkeys((*(c for c in calls if c in found.members), block.anchor)):  # type: ignore[union-attr]
+            for result in list(call.users):
+                if not result.users:
+                    call.graph.erase_node(result)
+            if not call.users:
+                call.graph.erase_node(call)
+
+    @staticmethod
     def _scaled(em: Emitter, node: Node, inputs: Inputs) -> Node:
         """Q, or its gradient, times the tensor factor of the scores, in its own dtype."""
         if inputs.q_factor is None:
@@ -186,7 +203,7 @@ def _refresh(node: Node) -> None:
         args = torch.fx.map_arg(user.args, lambda n: n.meta["val"])
         mode = getattr(val(user), "fake_mode", None)
         try:
-            with mode:
+            with mode or contextlib.nullcontext():
                 new = user.target(*args, **user.kwargs)  # type: ignore[operator, misc]
         except (RuntimeError, ValueError):
             copy = em.call(aten.clone.default, user.args[0], memory_format=torch.contiguous_format)
