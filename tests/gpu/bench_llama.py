@@ -11,13 +11,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import sys
 import time
 import warnings
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-warnings.filterwarnings("ignore")
 
 import torch
 import transformers as T
@@ -63,10 +59,13 @@ def measure(model, seq: int, batch: int, train: bool, on: bool) -> dict:
 
 
 def main() -> int:
+    warnings.filterwarnings("ignore")
+    T.logging.set_verbosity_error()
     p = argparse.ArgumentParser()
     p.add_argument("result")
     p.add_argument("--lengths", default="1024,2048,4096,8192")
     p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--modes", default="infer,train")
     a = p.parse_args()
     config = T.LlamaConfig(hidden_size=4096, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=32,
                            num_key_value_heads=8, vocab_size=1024, max_position_embeddings=32768)
@@ -74,7 +73,7 @@ def main() -> int:
     model = T.AutoModel.from_config(config, attn_implementation="eager").to("cuda", torch.bfloat16)
     rows = []
     for seq in map(int, a.lengths.split(",")):
-        for train in (False, True):
+        for train in (m == "train" for m in a.modes.split(",")):
             model.train(train)
             for on in (False, True):
                 rows.append(measure(model, seq, a.batch, train, on))

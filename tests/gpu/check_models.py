@@ -12,13 +12,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import sys
 import time
 import warnings
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-warnings.filterwarnings("ignore")
 
 import torch
 import transformers as T
@@ -91,6 +87,8 @@ def judge(got, eager, exact):
 
 
 def main() -> int:
+    warnings.filterwarnings("ignore")
+    T.logging.set_verbosity_error()
     p = argparse.ArgumentParser()
     p.add_argument("result")
     p.add_argument("--models", default=",".join(MODELS))
@@ -128,10 +126,11 @@ def main() -> int:
                 ok = not row.get("bad") and "error" not in row and row["found"] == row["rewritten"] > 0
                 failed += not ok
                 rows.append(row)
+                json.dump(dict(device=torch.cuda.get_device_name(), torch=torch.__version__, transformers=T.__version__,
+                               date=datetime.date.today().isoformat(), seq=a.seq, dtype="bfloat16", failed=failed,
+                               rows=rows),
+                          open(a.result, "w"), indent=1)
                 print("ok  " if ok else "FAIL", json.dumps(row), flush=True)
-    json.dump(dict(device=torch.cuda.get_device_name(), torch=torch.__version__, transformers=T.__version__,
-                   date=datetime.date.today().isoformat(), seq=a.seq, dtype="bfloat16", failed=failed, rows=rows),
-              open(a.result, "w"), indent=1)
     print(f"{len(rows) - failed} of {len(rows)} ok")
     return int(failed > 0)
 
