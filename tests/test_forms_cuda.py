@@ -144,3 +144,20 @@ def test_gradient_of_a_bias_is_given_or_refused():
 
     want = gradient(*(x.double() for x in (q, k, v, t, bias)))
     check_close("bias", got, gradient(q, k, v, t, bias), want, float(want.abs().max()))
+
+
+def test_a_boolean_mask_as_it_is_written_for_cudnn() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        keep = pad.view(B, 1, 1, S).expand(B, 1, S, S)
+        zero, masked = (aten.full.default([], x, dtype=q.dtype, device=q.device) for x in (0.0, -65504.0))
+        bias = torch.where(keep, zero, masked)
+        return cudnn(q, k, v, None, bias)
+
+    with FakeTensorMode():
+        qkv = [torch.empty(B, H, S, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        graph = make_fx(call)(*qkv, torch.empty(B, S, device="cuda", dtype=torch.bool)).graph
+    with fa_inductor.options.patch(backend="reference", target="sm_90"):
+        (block,) = pipeline.run(graph).blocks
+    assert block.outcome == "rewritten" and "key padding" in block.words and "bias" not in block.words
+    (op,) = (n for n in graph.nodes if n.target is torch.ops.fa_inductor.attention.default)
+    assert '"empty":"zero"' in op.args[5]

@@ -327,8 +327,10 @@ def _flip(ev: Evaluator, node: fx.Node, index: Index) -> Value:
 def _repeat(ev: Evaluator, node: fx.Node, index: Index) -> Value:
     src = source(node.args[0])
     shape = ev.shape(src)
-    at = index[len(index) - len(shape):]
-    return ev.value(src, [ev.facts.mod(i, n) for i, n in zip(at, shape, strict=True)])
+    skip = len(index) - len(shape)
+    repeats = list(node.args[1])[skip:]  # type: ignore[arg-type]
+    return ev.value(src, [i if r == 1 else ev.facts.mod(i, n)
+                          for i, n, r in zip(index[skip:], shape, repeats, strict=True)])
 
 
 @rule(aten.index, aten._unsafe_index)

@@ -114,6 +114,8 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
     shape = shape_of(val(x))
     if len(shape) < 2:
         return None
+    if 0 in shape:
+        raise Refusal(Code.SIZE, "a dimension of the scores is empty")
     dims = fresh(shape, "s")
     k_top = dims[sm.dim]
     if not k_top:

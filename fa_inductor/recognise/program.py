@@ -293,7 +293,7 @@ class Reader:
         dtype = val(step.node).dtype if step.name != "bias" else None
         self._shift_fills(step)
         proof = prove_additive(self.ev, other, self._index(step, other), dtype)
-        if not proof.always_true and proof.fills == (_CUDNN_FILL,) and step.node.target is _CUDNN:
+        if step.node.target is _CUDNN and proof.fills == (_round(_CUDNN_FILL, val(other).dtype),):
             self.masks.append(_Mask(proof, (float("-inf"),), "replace"))
             if proof.residual is not None:
                 self._add_residual(proof.residual)
