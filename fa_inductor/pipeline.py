@@ -173,21 +173,37 @@ def _run(graph: Graph) -> GraphReport:
     reports: list[BlockReport] = []
     for i, plan in enumerate(plans):
         if plan.accepted:
-            assert plan.block is not None and plan.program is not None
-            factor = plan.program.q_factor
-            inputs = Inputs(list(plan.program.captures),
-                            [rewriter.now(n) if isinstance(n, Node) else n for n in plan.program.ints],
-                            None if factor is None else rewriter.now(factor))
-            block_id = f"{key}#{i}"
-            out, lse, qkv = rewriter.forward(plan.block, plan.program.record, inputs, block_id)
-            if plan.backward is not None:
-                rewriter.backward(plan.block, plan.program.record, inputs, block_id, plan.backward, out, lse, qkv)
+            _apply(plan, rewriter, f"{key}#{i}")
+    for plan in plans:
+        if plan.accepted:
+            assert plan.block is not None
             rewriter.erase(plan.block, plan.backward)
             _rewrites += 1
         reports.append(_report(plan))
     if plans:
         graph.eliminate_dead_code()
     return GraphReport(key, tuple(reports))
+
+
+def _apply(plan: _Plan, rewriter: Rewriter, block_id: str) -> None:
+    """Rewrite one block, or leave it exactly as it was and say why."""
+    block, program = plan.block, plan.program
+    assert block is not None and program is not None
+    rewriter.begin()
+    try:
+        inputs = Inputs(list(program.captures),
+                        [rewriter.now(n) if isinstance(n, Node) else n for n in program.ints],
+                        None if program.q_factor is None else rewriter.now(program.q_factor))
+        out, lse, qkv = rewriter.forward(block, program.record, inputs, block_id)
+        if plan.backward is not None:
+            rewriter.backward(block, program.record, inputs, block_id, plan.backward, out, lse, qkv)
+    except Exception as e:
+        rewriter.undo()
+        if isinstance(e, Refusal):
+            plan.reason = e.reason
+            return
+        log.warning("an attention block could not be rewritten and was left alone", exc_info=True)
+        plan.reason = Reason(Code.INTERNAL, f"{type(e).__name__}: {e}")
 
 
 def _needed(found: Backward) -> Backward:

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..reasons import Code, Refusal
 from .axes import product, shape_of
 from .block import Block, Chain
-from .nodes import CASTS, aten, is_tensor, target, val
+from .nodes import CASTS, VIEWS, aten, is_tensor, target, val
 from .numbering import Numbering
 from .operands import Operand
 from .scores import PRODUCTS
@@ -85,7 +85,7 @@ def region_of(block: Block, position: dict[Node, int], *, biases: bool = False) 
     inside: set[Node] = set()
     chain = chain_of(block)
     for part in (chain.path.members, chain.softmax.members, chain.values.members, chain.values.extra,
-                 block.q.chain, block.k.chain, block.v.chain, (block.out,)):
+                 block.q.chain, block.k.chain, block.v.chain, block.tail, (block.out,)):
         inside |= {n for n in part if n not in sources}
     grown = True
     while grown:  # values computed from the scores on the side, such as a row maximum that is subtracted
@@ -338,23 +338,32 @@ def _tangents(nodes: list[Node], tangent: Node, start: dict[Node, int | None], j
     """Nodes of the joint graph that could be the gradient of PV: they stand where the traced tangent stands."""
     ids = dict(start)
     pairs: list[tuple[Any, int, int]] = []
-    views = {tangent}
+    carries = {tangent}  # the tangent itself, rearranged or cast
     for n in nodes:
         if n.op != "call_function":
             continue
-        if target(n) in PRODUCTS and len([a for a in n.args if a in views]) == 1:
-            pos = 0 if n.args[0] in views else 1
+        if target(n) in PRODUCTS and sum(a in carries for a in n.args) == 1:
+            pos = 0 if n.args[0] in carries else 1
             other = ids.get(n.args[1 - pos])
-            if other is not None and n.args[pos] is tangent:
+            if other is not None:
                 pairs.append((n.target, pos, other))
-        if tangent in n.all_input_nodes:
+        if any(i in carries for i in n.all_input_nodes):
+            if target(n) in VIEWS or target(n) in CASTS:
+                carries.add(n)
             continue
         ids[n] = joint.numbering.lookup(n, ids.get)
+    like = tangent.meta["val"]
     seen: set[int] = set()
     for t, pos, other in pairs:
         for real in joint.numbering.nodes_with_target(t):
-            if real in joint.backward and joint.ids[real.args[1 - pos]] == other:
-                cand = real.args[pos]
-                if joint.ids[cand] not in seen:
-                    seen.add(joint.ids[cand])
-                    yield cand
+            if real not in joint.backward or joint.ids[real.args[1 - pos]] != other:
+                continue
+            cand = real.args[pos]
+            while is_tensor(cand):
+                if shape_of(val(cand)) == shape_of(like) and val(cand).dtype == like.dtype:
+                    if joint.ids[cand] not in seen:
+                        seen.add(joint.ids[cand])
+                        yield cand
+                if target(cand) not in VIEWS and target(cand) not in CASTS:
+                    break
+                cand = cand.args[0]

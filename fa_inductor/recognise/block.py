@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import sympy
+import torch
 from torch.fx import Node
 
 from ..prove.values import AXES
 from ..reasons import Code, Refusal
 from .axes import Axis, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
-from .nodes import val
+from .nodes import cast_dtypes, push, val
 from .operands import Operand, trace_operand
 from .scores import ScorePath, Step, factors, find_scores
 from .softmax import Softmax
@@ -55,6 +56,8 @@ class Block:
     out_dims: Dims
     chain: Chain | None = None
     """The nodes of an attention that is written out; None for an SDPA operator."""
+    tail: tuple[Node, ...] = ()
+    """Nodes between the product PV and ``out``, when ``out`` is PV cast back to the dtype of V."""
     inner: frozenset[Node] = frozenset()
     """Nodes that the rewrite makes dead: no operand of a step may be one of them."""
 
@@ -124,7 +127,7 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
     if values is None:
         return None
     path = find_scores(x, dims, set(k_top))
-    return _assemble(sm, dims, path, values)
+    return _assemble(sm, dims, path, values, backward)
 
 
 def _product_dims(node: Node, dims: Dims) -> tuple[Dims, Dims, Group]:
@@ -135,7 +138,7 @@ def _product_dims(node: Node, dims: Dims) -> tuple[Dims, Dims, Group]:
     return (*n, r, inner), (*n, inner, c), inner
 
 
-def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Block:
+def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath, backward: set[Node]) -> Block:
     k_top = dims[sm.dim]
     left, right, d_top = _product_dims(path.product, path.product_dims)
     keys_last = set(resolve(path.product_dims[-1])) == set(resolve(k_top))
@@ -150,12 +153,19 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Bl
     n = values.p_dims[:-2]
     if values.position == 0:
         out_rows = values.p_dims[-2]
-        v = trace_operand(pv.args[1], (*n, values.p_dims[-1], dv_top), scales=False, casts=False)
+        v_node, v_dims = pv.args[1], (*n, values.p_dims[-1], dv_top)
         out_dims: Dims = (*n, out_rows, dv_top)
     else:
         out_rows = values.p_dims[-1]
-        v = trace_operand(pv.args[0], (*n, dv_top, values.p_dims[-2]), scales=False, casts=False)
+        v_node, v_dims = pv.args[0], (*n, dv_top, values.p_dims[-2])
         out_dims = (*n, dv_top, out_rows)
+    v = trace_operand(v_node, v_dims, scales=False, casts=False)
+    out, tail = pv, ()
+    narrow = trace_operand(v_node, v_dims, scales=False)
+    if val(narrow.node).dtype != val(v.node).dtype:
+        back = _cast_back(pv, out_dims, val(narrow.node).dtype, backward)
+        if back is not None:
+            v, (out, out_dims, tail) = narrow, back
 
     q, k = (trace_operand(n_, d_, scales=True) for n_, d_ in ((q_node, q_dims), (k_node, k_dims)))
     if not val(q.node).dtype == val(k.node).dtype == val(v.node).dtype:
@@ -169,12 +179,30 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath) -> Bl
     group = tuple(a for a in rest if a not in shared)
     batch, kv = _split_heads(shared, q)
     block = Block("softmax", sm.out, path.steps, q.scale * k.scale, values.safe, q, k, v, tuple(batch), tuple(kv),
-                  group, q_axes, resolve(k_top), resolve(d_top), resolve(dv_top), pv, out_dims,
-                  Chain(sm, path, values))
+                  group, q_axes, resolve(k_top), resolve(d_top), resolve(dv_top), out, out_dims,
+                  Chain(sm, path, values), tail)
     check(block, dims)
     if set(_leaves(path.product_dims)) != set(_leaves(dims)):
         raise Refusal(Code.CONTRACTION)
     return block
+
+
+def _cast_back(pv: Node, dims: Dims, dtype: torch.dtype, backward: set[Node]
+               ) -> tuple[Node, Dims, tuple[Node, ...]] | None:
+    """The node where PV, computed in float32 from inputs of ``dtype``, is rounded to it, if nothing else reads PV."""
+    node, tail = pv, [pv]
+    while True:
+        users = [u for u in node.users if u not in backward]
+        if len(users) != 1:
+            return None
+        node = users[0]
+        if cast_dtypes(node) is not None:
+            return (node, dims, tuple(tail)) if val(node).dtype == dtype else None
+        pushed = push(node, dims)
+        if pushed is None:
+            return None
+        dims = pushed
+        tail.append(node)
 
 
 def _query_axes(dims: Dims, k_dim: int, rows: list[Axis], k: Operand, v: Operand) -> Group:

@@ -133,6 +133,8 @@ def pull(node: Node, dims: Dims) -> tuple[Node, Dims] | None:
 def push(node: Node, dims: Dims) -> Dims | None:
     """Axes of a view's or copy's output from those of its input; None when an axis is repeated or it is no view."""
     t = target(node)
+    if t not in VIEWS:
+        return None
     if t in COPIES or (t is aten.slice.Tensor and is_full_slice(node)):
         return dims
     if t in PERMUTES:

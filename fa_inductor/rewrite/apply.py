@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,17 @@ class Rewriter:
         self._replaced: dict[Node, Node] = {}
         self._arranged: dict[Node, Arranged] = {}
         self._position = {n: i for i, n in enumerate(graph.nodes)}
+        self._journal: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """A new block: `undo` goes back to here."""
+        self._journal.clear()
+
+    def undo(self) -> None:
+        """Give every node its users, and every view its strides, as they were at `begin`; what is new is dead code."""
+        for step in reversed(self._journal):
+            step()
+        self._journal.clear()
 
     def now(self, node: Node) -> Node:
         """The node that stands for ``node`` after the rewrites so far."""
@@ -183,32 +194,42 @@ class Rewriter:
     def _replace(self, old: Node, new: Node) -> None:
         if old is new:
             return
-        old.replace_all_uses_with(new, delete_user_cb=lambda u: u is not new)
+        users = [u for u in old.users if u is not new]
+        for u in users:
+            u.replace_input_with(old, new)
         self._replaced[old] = new
-        _refresh(new)
+        self._journal.append(lambda: self._restore(old, new, users))
+        self._refresh(new)
+
+    def _restore(self, old: Node, new: Node, users: list[Node]) -> None:
+        for u in users:
+            u.replace_input_with(new, old)
+        del self._replaced[old]
+
+    def _refresh(self, node: Node) -> None:
+        """Correct the strides that views below a replaced node are said to have; copy where a view now needs it."""
+        todo = list(node.users)
+        while todo:
+            user = todo.pop()
+            if target(user) not in VIEWS:
+                continue
+            before = val(user)
+            args = torch.fx.map_arg(user.args, lambda n: n.meta["val"])
+            try:
+                with getattr(before, "fake_mode", None) or contextlib.nullcontext():
+                    new = user.target(*args, **user.kwargs)  # type: ignore[operator]
+            except (RuntimeError, ValueError):
+                source = user.args[0]
+                copy = Emitter(user.graph, user, user).call(aten.clone.default, source,
+                                                            memory_format=torch.contiguous_format)
+                user.replace_input_with(source, copy)
+                self._journal.append(lambda u=user, s=source, c=copy: u.replace_input_with(c, s))
+                continue
+            if new.stride() != before.stride():
+                user.meta["val"] = new
+                self._journal.append(lambda u=user, v=before: u.meta.update(val=v))
+                todo.extend(user.users)
 
 
 def _layout(out: Node) -> str:
     return Attention.from_string(out.args[0].args[5]).layout
-
-
-def _refresh(node: Node) -> None:
-    """Correct the strides that views below a replaced node are said to have; insert a copy where one is now needed."""
-    todo = list(node.users)
-    while todo:
-        user = todo.pop()
-        if target(user) not in VIEWS:
-            continue
-        em = Emitter(user.graph, user, user)
-        args = torch.fx.map_arg(user.args, lambda n: n.meta["val"])
-        mode = getattr(val(user), "fake_mode", None)
-        try:
-            with mode or contextlib.nullcontext():
-                new = user.target(*args, **user.kwargs)  # type: ignore[operator, misc]
-        except (RuntimeError, ValueError):
-            copy = em.call(aten.clone.default, user.args[0], memory_format=torch.contiguous_format)
-            user.replace_input_with(user.args[0], copy)
-            continue
-        if new.stride() != val(user).stride():
-            user.meta["val"] = new
-            todo.extend(user.users)
