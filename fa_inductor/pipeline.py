@@ -42,6 +42,7 @@ class _Plan:
     program: Program | None = None
     backend: str = ""
     reason: Reason | None = None
+    note: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -197,6 +198,8 @@ def _apply(plan: _Plan, rewriter: Rewriter, block_id: str) -> None:
         out, lse, qkv = rewriter.forward(block, program.record, inputs, block_id)
         if plan.backward is not None:
             rewriter.backward(block, program.record, inputs, block_id, plan.backward, out, lse, qkv)
+        if options.validate:
+            _validate(plan, rewriter)
     except Exception as e:
         rewriter.undo()
         if isinstance(e, Refusal):
@@ -204,6 +207,24 @@ def _apply(plan: _Plan, rewriter: Rewriter, block_id: str) -> None:
             return
         log.warning("an attention block could not be rewritten and was left alone", exc_info=True)
         plan.reason = Reason(Code.INTERNAL, f"{type(e).__name__}: {e}")
+
+
+def _validate(plan: _Plan, rewriter: Rewriter) -> None:
+    """
+    Raises:
+        Refusal: the rewrite computes something else than the code it replaces.
+    """
+    from .validate import CannotValidate, difference
+
+    try:
+        found = difference(rewriter.pairs, rewriter.leaves)
+    except CannotValidate as e:
+        plan.note = f"not validated: {e}"
+        return
+    if found is not None:
+        log.error("a rewrite of %s is wrong and was taken back; please report this: %s", plan.source, found)
+        raise Refusal(Code.VALIDATION, found)
+    plan.note = "validated"
 
 
 def _needed(found: Backward) -> Backward:
@@ -217,5 +238,5 @@ def _report(plan: _Plan) -> BlockReport:
     words = plan.program.record.describe() if plan.program is not None else ""
     if plan.accepted:
         return BlockReport(plan.source, plan.kind, words, "rewritten", plan.backend,
-                           training=plan.backward is not None)
+                           training=plan.backward is not None, note=plan.note)
     return BlockReport(plan.source, plan.kind, words, "refused", "", plan.reason or Reason(Code.INTERNAL))

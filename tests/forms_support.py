@@ -127,7 +127,7 @@ def compiling(**options: Any) -> Iterator[None]:
     """Our pass on, torch's compile caches off, and an empty report to begin with."""
     torch._dynamo.reset()
     fa_inductor.report(clear=True)
-    with (fa_inductor.enabled(), fa_inductor.options.patch(**{"backend": "reference", **options}),
+    with (fa_inductor.enabled(), fa_inductor.options.patch(**{"backend": "reference", "validate": True, **options}),
           torch._inductor.config.patch(fx_graph_cache=False),
           torch._functorch.config.patch(enable_autograd_cache=False)):
         yield

@@ -37,10 +37,16 @@ class Rewriter:
         self._arranged: dict[Node, Arranged] = {}
         self._position = {n: i for i, n in enumerate(graph.nodes)}
         self._journal: list[Callable[[], None]] = []
+        self.pairs: list[tuple[Node, Node]] = []
+        """What the current block replaced, and by what."""
+        self.leaves: set[Node] = set()
+        """What the operators of the current block, and the code they replace, are computed from: Q, K, V, gradient."""
 
     def begin(self) -> None:
         """A new block: `undo` goes back to here."""
         self._journal.clear()
+        self.pairs.clear()
+        self.leaves.clear()
 
     def undo(self) -> None:
         """Give every node its users, and every view its strides, as they were at `begin`; what is new is dead code."""
@@ -103,6 +109,7 @@ class Rewriter:
         at = min([*grads.values(), *biases.values()], key=lambda n: self._position.get(n, 0))
         em = Emitter(self.graph, at, found.tangent)
         tangent = trace_operand(self.now(found.tangent), block.out_dims, scales=False, casts=False)
+        self.leaves.add(tangent.node)
         dout = em.arrange(tangent.node, tangent.dims, block.o_dims(), sizes=(qkv[0], block.q_dims()))
         op = em.call(attention_backward, dout, *qkv, out, lse, list(inputs.captures), list(inputs.ints),
                      record.with_(layout=_layout(out)).to_string(), block_id)
@@ -162,6 +169,7 @@ class Rewriter:
         return out
 
     def _operand(self, em: Emitter, operand: Operand, want: Dims) -> Node:
+        self.leaves.add(self.now(operand.node))
         out = em.arrange(self.now(operand.node), operand.dims, want)
         assert out is not None
         return out
@@ -198,6 +206,7 @@ class Rewriter:
         for u in users:
             u.replace_input_with(old, new)
         self._replaced[old] = new
+        self.pairs.append((old, new))
         self._journal.append(lambda: self._restore(old, new, users))
         self._refresh(new)
 
