@@ -1,0 +1,222 @@
+"""Write the tables of README.md from the files in tests/results/: what was measured, on what, and what was not.
+
+    python tests/make_tables.py [--check] [--readme FILE] [--results FOLDER]
+
+Replaces the text between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` for each name in `TABLES`.  With
+``--check`` nothing is written and the exit status is 1 when the text is not what the results give.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_MEASURED = "not measured"
+Load = Callable[[str], Any]
+"""The parsed file of this name in tests/results/; None when there is none."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(data: dict[str, Any], *names: str) -> str:
+    """Where figures come from: device, versions, date, files."""
+    links = ", ".join(f"[{n}](tests/results/{n})" for n in names)
+    return f"{data['device']}, torch {data['torch']}, {data['date']}; {links}."
+
+
+def forward_speed(load: Load) -> str:
+    """TFLOP/s of the forward kernel, of cuDNN and of FlashAttention-3, and ours as a part of the best of those two."""
+    data = load("kernels_forward_bench_h200.json")
+    if data is None:
+        return f"Forward kernel: {NOT_MEASURED}."
+    speed: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+    for row in data["rows"]:
+        found = re.fullmatch(r"d(\d+) s(\d+) b\d+ h\d+ (full|causal)", row["work"])
+        assert found is not None, row["work"]
+        cell = speed.setdefault((int(found[1]), int(found[2])), {}).setdefault(found[3], {})
+        cell[row["provider"]] = row["tflops"]
+
+    def cells(by: dict[str, float]) -> list[str]:
+        ours, peers = by.get("fa_inductor"), [by[p] for p in ("cudnn", "fa3") if p in by]
+        each = " / ".join(f"{by[p]:.0f}" if p in by else NOT_MEASURED for p in ("fa_inductor", "cudnn", "fa3"))
+        return [each, f"{ours / max(peers):.2f}" if ours and peers else NOT_MEASURED]
+
+    rows = [[str(d), str(s), *cells(by.get("full", {})), *cells(by.get("causal", {}))]
+            for (d, s), by in sorted(speed.items())]
+    version = str(data["cudnn"])
+    return "\n\n".join([
+        f"Forward kernel, bfloat16, 16k tokens, hidden size 2048, TFLOP/s.  FA3 is FlashAttention-3; cuDNN is "
+        f"{int(version[:-4])}.{int(version[-4:-2])}.{int(version[-2:])}; the ratio is to the faster of the two.",
+        table(["head dim", "length", "no mask: ours / cuDNN / FA3", "ratio", "causal: ours / cuDNN / FA3", "ratio"], rows),
+        source(data, "kernels_forward_bench_h200.json")])
+
+
+def forward_checks(load: Load) -> str:
+    lines = []
+    for name, what in (("kernels_forward_h200.json", "the whole set"),
+                       ("kernels_forward_quick_h200.json", "a smaller set with the newest code")):
+        data = load(name)
+        lines.append(f"- Forward kernel against float64, {what}: {NOT_MEASURED}." if data is None else
+                     f"- Forward kernel against float64, {what}: {data['passed']} of {data['cases']} cases passed, "
+                     f"{data['variants']} kernel variants.  {source(data, name)}")
+    return "\n".join(lines)
+
+
+def backward_checks(load: Load) -> str:
+    data = load("backward_h200.json")
+    if data is None:
+        return f"- Backward: {NOT_MEASURED}."
+    by = data["summary"]["ok_of_cases"]
+
+    def count(operator: str, *dtypes: str) -> str:
+        ok, cases = (sum(by[f"{operator} {d}"][i] for d in dtypes) for i in (0, 1))
+        return f"{ok} of {cases}"
+
+    half = ("bfloat16", "float16")
+    return (f"- Backward by PyTorch's kernels in 16 bits, each fed with an out and log-sum-exp that PyTorch's forward "
+            f"made: {count('flash', *half)} flash and {count('efficient', *half)} memory-efficient cases within the "
+            f"contract; results that no rounding explains: {data['summary']['wrong']}.  In float32 "
+            f"{count('efficient', 'float32')} were within it, so float32 gradients come from plain torch instead.  "
+            f"{source(data, 'backward_h200.json')}")
+
+
+def llama(load: Load) -> str:
+    """Time and peak memory of a two-layer llama, without and with the rewriting."""
+    data = load("llama_h200.json")
+    if data is None:
+        return f"llama: {NOT_MEASURED}."
+    got = {(r["seq"], r["train"], r["fa_inductor"]): r for r in data["rows"]}
+
+    def pair(seq: int, train: bool, key: str, digits: int, unit: str) -> str:
+        def cell(on: bool) -> str:
+            row = got.get((seq, train, on), {})
+            return f"{row[key]:.{digits}f} {unit}" if key in row else row.get("error", NOT_MEASURED)
+
+        off, on = (got.get((seq, train, x), {}).get(key) for x in (False, True))
+        ratio = f" ({off / on:.1f} ×)" if off and on else ""
+        return f"{cell(False)} → {cell(True)}{ratio}"
+
+    rows = [[str(seq), *(pair(seq, train, *what) for train in (False, True)
+                         for what in (("ms", 1, "ms"), ("peak_gib", 2, "GiB")))]
+            for seq in sorted({r["seq"] for r in data["rows"]})]
+    batch = data["rows"][0]["batch"]
+    return "\n\n".join([
+        f"{data['model']} attention, {data['dtype']}, batch {batch}; `torch.compile` without → with `fa_inductor`; "
+        "peak memory of one step above the model's own.",
+        table(["length", "inference", "peak memory", "training step", "peak memory"], rows),
+        source(data, "llama_h200.json")])
+
+
+def models(load: Load) -> str:
+    """Blocks rewritten, backend and contract by model, attention implementation and mode."""
+    data = load("models_h200.json")
+    if data is None:
+        return f"Models: {NOT_MEASURED}."
+    got = {(r["model"], r["impl"], r["train"]): (r, "") for r in data["rows"]}
+    for r in data.get("first_run", []):
+        got.setdefault((r["model"], r["impl"], r["train"]), (r, " ¹"))
+
+    def cell(name: str, impl: str, train: bool) -> str:
+        row, mark = got.get((name, impl, train), (None, ""))
+        if row is None:
+            return NOT_MEASURED
+        backend = " and ".join({"kernels sm_90": "kernel", "sdpa": "PyTorch SDPA"}.get(b, b) for b in row["backends"])
+        outside = f", **outside: max {row['worst_max']:.1f} ×, mean {row['worst_mean']:.1f} ×**" if row["bad"] else ""
+        return f"{row['rewritten']}/{row['found']} {backend}{outside}{mark}"
+
+    names = list(dict.fromkeys(n for n, _, _ in got))
+    columns = [("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)]
+    rows = [[name, *(cell(name, *c) for c in columns)] for name in names]
+    earlier = "  ¹ measured on an earlier state of the same day." if any(m for _, m in got.values()) else ""
+    return "\n\n".join([
+        f"Two-layer models of transformers {data['transformers']}, random weights, {data['dtype']}, length {data['seq']}: "
+        "blocks rewritten / found in the compiled graphs, and what runs the forward.  A cell without a remark is within "
+        "the numerics contract (outputs and all gradients); else the worst error beside eager's own." + earlier,
+        table(["model", "eager, inference", "eager, training", "sdpa, inference", "sdpa, training"], rows),
+        source(data, "models_h200.json")])
+
+
+def cpu_rule(load: Load) -> str:
+    data = load("cpu_sdpa_rule.json")
+    if data is None:
+        return f"SDPA on CPU: {NOT_MEASURED}."
+
+    def spread(rows: list[dict[str, Any]]) -> str:
+        found = [r["speedup"] for r in rows]
+        return f"{min(found):.1f} to {max(found):.1f} times" if found else NOT_MEASURED
+
+    infer = [r for r in data["rows"] if not r["training"]]
+    plain = [r for r in infer if r["mask"] in ("none", "causal", "gqa")]
+    long, short = ([r for r in plain if (r["seq"] >= 256) is x] for x in (True, False))
+    train = [r for r in data["rows"] if r["training"]]
+    return (f"On CPU ({data['cpu']}, {data['threads']} thread, torch {data['torch']}, {data['date']}) PyTorch SDPA beside "
+            f"Inductor's own lowering of written-out attention: without a mask or causal {spread(long)} as fast from "
+            f"length 256 on and {spread(short)} below; training {spread(train)} "
+            f"([cpu_sdpa_rule.json](tests/results/cpu_sdpa_rule.json)).")
+
+
+def compile_time(load: Load) -> str:
+    data = load("compile_cpu.json")
+    if data is None:
+        return f"Cold `torch.compile` with the rewriting beside without: {NOT_MEASURED} (`python tests/bench_compile.py`)."
+    each = ", ".join(f"{r['model']} {r['ratio']:.2f}" for r in data["rows"])
+    return (f"Cold `torch.compile` on CPU, processor time with the rewriting as a multiple of that without "
+            f"({data['mode']}, median of {data['repeats']}): {each}.  "
+            f"torch {data['torch']}, {data['date']}; [compile_cpu.json](tests/results/compile_cpu.json).")
+
+
+TABLES: dict[str, Callable[[Load], str]] = {
+    "llama": llama, "models": models, "forward-speed": forward_speed, "forward-checks": forward_checks,
+    "backward-checks": backward_checks, "cpu-rule": cpu_rule, "compile-time": compile_time,
+}
+"""Marker name: what makes the text between the markers."""
+_BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n).*?(<!-- end: (?P=name) -->)", re.DOTALL)
+
+
+def rewrite(text: str, load: Load) -> str:
+    """``text`` with every block made anew.
+
+    Raises:
+        ValueError: a block of `TABLES` is missing or there twice, a name is unknown, or a marker has no partner.
+    """
+    names = [m["name"] for m in _BLOCK.finditer(text)]
+    if sorted(names) != sorted(TABLES) or len(re.findall(r"<!-- (?:begin|end):", text)) != 2 * len(names):
+        raise ValueError(f"blocks in the text: {', '.join(sorted(names))}; expected: {', '.join(sorted(TABLES))}")
+    return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m['name']](load)}\n{m[3]}", text)
+
+
+def loader(folder: Path) -> Load:
+    def load(name: str) -> Any:
+        path = folder / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    return load
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the text is stale")
+    p.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    p.add_argument("--results", type=Path, default=ROOT / "tests" / "results")
+    a = p.parse_args(argv)
+    before = a.readme.read_text()
+    after = rewrite(before, loader(a.results))
+    if a.check:
+        if before != after:
+            print(f"{a.readme} is stale: run python tests/make_tables.py", file=sys.stderr)
+        return int(before != after)
+    if before != after:
+        a.readme.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
