@@ -14,6 +14,7 @@ import fa_inductor  # 1
 from fa_inductor.demo import SENTENCES, model_folder
 
 fa_inductor.enable()  # 2
+fa_inductor.options.backend = "sdpa"  # only for this example: by default, texts this short are left to Inductor
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 tokenizer = AutoTokenizer.from_pretrained(model_folder())
