@@ -17,12 +17,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_MEASURED = "not measured"
+BACKENDS: dict[str, str] = {"kernels sm_90": "kernel", "sdpa": "PyTorch SDPA"}
+"""What the README calls the backends of a report."""
 Load = Callable[[str], Any]
 """The parsed file of this name in tests/results/; None when there is none."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+    lines: list[Sequence[str]] = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -120,15 +122,16 @@ def models(load: Load) -> str:
     data = load("models_h200.json")
     if data is None:
         return f"Models: {NOT_MEASURED}."
-    got = {(r["model"], r["impl"], r["train"]): (r, "") for r in data["rows"]}
+    got: dict[tuple[str, str, bool], tuple[dict[str, Any], str]] = {
+        (r["model"], r["impl"], r["train"]): (r, "") for r in data["rows"]}
     for r in data.get("first_run", []):
         got.setdefault((r["model"], r["impl"], r["train"]), (r, " ¹"))
 
     def cell(name: str, impl: str, train: bool) -> str:
-        row, mark = got.get((name, impl, train), (None, ""))
-        if row is None:
+        if (name, impl, train) not in got:
             return NOT_MEASURED
-        backend = " and ".join({"kernels sm_90": "kernel", "sdpa": "PyTorch SDPA"}.get(b, b) for b in row["backends"])
+        row, mark = got[name, impl, train]
+        backend = " and ".join(BACKENDS.get(b, b) for b in row["backends"])
         outside = f", **outside: max {row['worst_max']:.1f} ×, mean {row['worst_mean']:.1f} ×**" if row["bad"] else ""
         return f"{row['rewritten']}/{row['found']} {backend}{outside}{mark}"
 
@@ -139,7 +142,7 @@ def models(load: Load) -> str:
     return "\n\n".join([
         f"Two-layer models of transformers {data['transformers']}, random weights, {data['dtype']}, length {data['seq']}: "
         "blocks rewritten / found in the compiled graphs, and what runs the forward.  A cell without a remark is within "
-        "the numerics contract (outputs and all gradients); else the worst error beside eager's own." + earlier,
+        "the numerics contract (outputs and all gradients); else the worst error above the floor, as a multiple of eager's." + earlier,
         table(["model", "eager, inference", "eager, training", "sdpa, inference", "sdpa, training"], rows),
         source(data, "models_h200.json")])
 
