@@ -25,6 +25,8 @@ from .scores import PRODUCTS
 from .softmax import Softmax
 
 NAMES = ("q", "k", "v")
+EMPTIES = {aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+"""Take only the shape of their input; an in-place operation leaves such a node in the backward."""
 CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 """Traced with the region, so that a literal is the same literal in both graphs."""
 
@@ -85,22 +87,33 @@ def region_of(block: Block, position: dict[Node, int], *, biases: bool = False) 
     inside: set[Node] = set()
     chain = chain_of(block)
     for part in (chain.path.members, chain.softmax.members, chain.values.members, chain.values.extra,
-                 block.q.chain, block.k.chain, block.v.chain, block.tail, (block.out,)):
+                 block.q.chain, block.k.chain, block.v.chain, block.tail, block.sink_members,
+                 block.sink.chain if block.sink is not None else (), (block.out,)):
         inside |= {n for n in part if n not in sources}
-    grown = True
-    while grown:  # values computed from the scores on the side, such as a row maximum that is subtracted
-        grown = False
-        for n in list(inside):
-            for i in n.all_input_nodes:
-                if i not in inside and i not in sources and any(j in inside for j in i.all_input_nodes):
-                    inside.add(i)
-                    grown = True
+    stop = {*sources, *inside, *([block.sink.node] if block.sink is not None else [])}
+    for n in list(inside):
+        for i in n.all_input_nodes:
+            inside |= _between(i, stop, inside, 4)
     inside |= {i for n in inside for i in n.all_input_nodes
                if i not in sources and target(i) in CONSTANTS and not i.all_input_nodes}
     nodes = sorted(inside, key=position.__getitem__)
     others = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside and i not in sources)
     added = [n for n in _added(block) if n in others] if biases else []
     return Region([*sources, *added, *(n for n in others if n not in added)], nodes, block.out, len(added))
+
+
+def _between(node: Node, stop: set[Node], inside: set[Node], depth: int) -> set[Node]:
+    """Nodes that are computed from the scores on the side, such as a row maximum that is subtracted."""
+    if node in stop or depth == 0:
+        return set()
+    found: set[Node] = set()
+    for i in node.all_input_nodes:
+        if i in inside and i in stop:
+            found.add(node)
+        more = _between(i, stop, inside, depth - 1)
+        if more:
+            found |= more | {node}
+    return found
 
 
 def _added(block: Block) -> list[Node]:
@@ -111,6 +124,8 @@ def _added(block: Block) -> list[Node]:
             other = step.operand if step.operand is not None else step.node.args[1 - step.position]
             if is_tensor(other) and val(other).dtype.is_floating_point:
                 found.append(other)
+    if block.sink is not None:
+        found.append(block.sink.node)
     return list(dict.fromkeys(found))
 
 
@@ -169,6 +184,7 @@ def leftovers(block: Block, region: Region, found: Backward | None, position: di
     if found is not None:
         replaced |= found.replaced()
         members |= found.members
+    members |= {u for n in members for u in n.users if target(u) in EMPTIES}
     dead = set(members)
     todo = sorted(members - replaced, key=position.__getitem__, reverse=True)
     changed = True
@@ -178,8 +194,9 @@ def leftovers(block: Block, region: Region, found: Backward | None, position: di
             if n in dead and any(u not in dead and u not in replaced for u in n.users):
                 dead.discard(n)
                 changed = True
-    size = product(shape_of(val(chain_of(block).path.product)))
-    return [n for n in todo if n not in dead and is_tensor(n) and product(shape_of(val(n))) == size
+    sizes = {product(shape_of(val(n))) for n in (chain_of(block).path.product, chain_of(block).softmax.x)}
+    return [n for n in todo if n not in dead and is_tensor(n) and product(shape_of(val(n))) in sizes
+            and target(n) not in CONSTANTS
             and not _is_source_view(n, block)]
 
 

@@ -14,6 +14,7 @@ from .axes import Axis, Dims, Group, Size, fresh, group_size, product, resolve, 
 from .nodes import cast_dtypes, push, val
 from .operands import Operand, trace_operand
 from .scores import ScorePath, Step, factors, find_scores
+from .sink import find_sink, without_column
 from .softmax import Softmax
 from .values import ValuePath, find_values
 
@@ -58,6 +59,9 @@ class Block:
     """The nodes of an attention that is written out; None for an SDPA operator."""
     tail: tuple[Node, ...] = ()
     """Nodes between the product PV and ``out``, when ``out`` is PV cast back to the dtype of V."""
+    sink: Operand | None = None
+    """Learned logit of each head that stands beside the scores."""
+    sink_members: tuple[Node, ...] = ()
     inner: frozenset[Node] = frozenset()
     """Nodes that the rewrite makes dead: no operand of a step may be one of them."""
 
@@ -123,11 +127,25 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
     k_top = dims[sm.dim]
     if not k_top:
         return None
-    values = find_values(sm, dims, set(k_top), backward)
+    column = find_sink(sm)
+    if column is None:
+        values = find_values(sm, dims, set(k_top), backward)
+        if values is None:
+            return None
+        return _assemble(sm, dims, find_scores(x, dims, set(k_top)), values, backward)
+    if shape_of(val(column.scores))[sm.dim] == 1:
+        raise Refusal(Code.SIZE, "one key beside a sink")
+    keys: Group = (Axis(shape_of(val(column.scores))[sm.dim], "k"),)
+    values = find_values(sm, dims, set(keys), backward, keys)
     if values is None:
         return None
-    path = find_scores(x, dims, set(k_top))
-    return _assemble(sm, dims, path, values, backward)
+    inner = without_column(dims, sm.dim, keys)
+    block = _assemble(sm, inner, find_scores(column.scores, inner, set(keys)), values, backward)
+    block.sink = trace_operand(column.column, without_column(dims, sm.dim, ()), scales=False, casts=False)
+    block.sink_members = column.members
+    if {a for g in resolve_dims(block.sink.dims) for a in g} != set(block.heads):
+        raise Refusal(Code.FEATURE, "a sink that is not one number a head")
+    return block
 
 
 def _product_dims(node: Node, dims: Dims) -> tuple[Dims, Dims, Group]:

@@ -390,19 +390,25 @@ class Reader:
         b = self.block
         fill, mode, empty = float("-inf"), "replace", "never"
         atoms: tuple[Any, ...] = ()
+        sink: int | None = None
+        if b.sink is not None:
+            sink = len(self.captures)
+            self.captures.append(Arranged(b.sink.node, b.sink.dims, (b.heads,)))
+            if b.sink.node in self.wanted:
+                self.grads.append(sink)
         if self.masks:
             proof = conjoin(self.ev, [m.proof for m in self.masks])
             if proof.pred == FALSE:
                 raise Refusal(Code.EMPTY_ROWS, "every key is masked")
             fills = {f for m in self.masks for f in m.fills}
-            if not proof.nonempty:
+            if not proof.nonempty and sink is None:  # the sink alone gives a row without keys a weight
                 fill, mode, empty = self._empty(fills)
             atoms, self.captures, self.ints = to_record(proof.atoms, self.mat, self.captures, self.ints)
         sizes = [group_size(resolve(g)) for g in (b.heads, b.kv_heads, b.d_axes, b.dv_axes)]
         record = Attention(
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
             dtype=NAMES[val(b.v.node).dtype], scale=self.scale, score=self.expr, mask=atoms, fill=fill,
-            fill_mode=mode, empty_rows=empty, grads=tuple(self.grads))  # type: ignore[arg-type]
+            fill_mode=mode, empty_rows=empty, sink=sink, grads=tuple(self.grads))  # type: ignore[arg-type]
         return Program(record, self.captures, self.ints, self.q_factor)
 
     def _empty(self, fills: set[float]) -> tuple[float, str, str]:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..reasons import Code, Refusal
-from .axes import Axis, Dims, resolve, shape_of
-from .nodes import CASTS, VIEWS, aten, constant, is_tensor, push, target, val
+from .axes import Axis, Dims, Group, resolve, shape_of
+from .nodes import CASTS, COPIES, VIEWS, aten, constant, is_tensor, push, target, val
 from .operands import is_dropout_mask
 from .scores import POINTWISE, PRODUCTS
+from .sink import cuts_column, without_column
 from .softmax import Softmax, safe_row_test
 
 
@@ -30,8 +31,11 @@ class ValuePath:
     """Nodes of the fully-masked-row test."""
 
 
-def find_values(sm: Softmax, dims: Dims, k_axes: set[Axis], backward: set[Node]) -> ValuePath | None:
+def find_values(sm: Softmax, dims: Dims, k_axes: set[Axis], backward: set[Node],
+                cut: Group | None = None) -> ValuePath | None:
     """The single product PV that the softmax feeds; None when it feeds no matrix product at all.
+
+    ``cut`` is given when the softmax's last column is a sink: the keys alone, as they are after it is sliced off.
 
     Raises:
         Refusal: the probabilities are changed on the way, used elsewhere, or contracted over another axis.
@@ -39,7 +43,11 @@ def find_values(sm: Softmax, dims: Dims, k_axes: set[Axis], backward: set[Node])
     found: list[ValuePath] = []
     others: list[Node] = []
     blocked: list[Refusal] = []
-    _down(sm, sm.out, dims, k_axes, backward, [], [], False, found, others, blocked)
+    start, members = sm.out, []
+    if cut is not None:
+        start, members = _cut(sm, backward)
+        dims = without_column(dims, sm.dim, cut)
+    _down(sm, start, dims, k_axes, backward, members, [], False, found, others, blocked)
     if not found:
         if blocked:
             raise blocked[0]
@@ -51,6 +59,21 @@ def find_values(sm: Softmax, dims: Dims, k_axes: set[Axis], backward: set[Node])
     if others:
         raise Refusal(Code.WEIGHTS_USED, f"by {others[0].name}")
     return found[0]
+
+
+def _cut(sm: Softmax, backward: set[Node]) -> tuple[Node, list[Node]]:
+    """The probabilities without the sink's column, which must be their only use."""
+    node, members = sm.out, [sm.out]
+    while True:
+        users = [u for u in node.users if u not in backward]
+        if len(users) != 1:
+            raise Refusal(Code.WEIGHTS_USED, "the sink's weight is used")
+        node = users[0]
+        if cuts_column(node, sm.dim):
+            return node, members
+        if target(node) not in CASTS and target(node) not in COPIES:
+            raise Refusal(Code.PROB_OP, f"{node.name} ({node.target})")
+        members.append(node)
 
 
 def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[Node], members: list[Node],
