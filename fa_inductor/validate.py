@@ -13,9 +13,10 @@ import torch
 from torch.fx import Node
 
 from .backends import reference
-from .kernels.record import Attention
+from .kernels.expr import Expr
+from .kernels.record import Attention, Predicate
 from .recognise.axes import product
-from .recognise.nodes import CASTS, val
+from .recognise.nodes import CASTS, VIEWS, aten, constant, is_tensor, target, val
 
 MAX_NODES = 4000
 MAX_ELEMENTS = 1 << 24
@@ -57,8 +58,9 @@ class _Run:
     def __init__(self, leaves: Iterable[Node]) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.values: dict[Node, Any] = {}
-        for n in leaves:
-            self.values[n] = self._random(val(n))
+        for n in map(_root, leaves):
+            if n not in self.values:
+                self.values[n] = self._random(val(n))
 
     def value(self, node: Node) -> Any:
         todo = [node]
@@ -116,12 +118,35 @@ class _Run:
         if name == "fa_inductor::attention_backward":
             dout, q, k, w, _out, _lse, captures, ints, record, _ = args
             return reference.backward(_exact(record), dout, q, k, w, captures, ints)
+        if n.target in (aten.view.default, aten._unsafe_view.default):
+            return args[0].reshape(args[1])  # the strides here are not those of the compiled graph
+        literal = constant(n) if n.target in (aten.full.default, aten.scalar_tensor.default) else None
+        if literal is not None:  # rounded as the user's dtype rounds it
+            return torch.full([_hint(x) for x in v.shape], literal,
+                              dtype=torch.float64 if v.dtype.is_floating_point else v.dtype)
         out = n.target(*_here(args), **_here(kwargs))  # type: ignore[operator]
         return _double(out) if isinstance(out, torch.Tensor) else out
 
 
+def _root(n: Node) -> Node:
+    """The node that a leaf only rearranges: other code may read the same values from there."""
+    while target(n) in VIEWS and is_tensor(n.args[0]) and val(n.args[0]).numel() == val(n).numel():
+        n = n.args[0]  # type: ignore[assignment]
+    return n
+
+
 def _exact(record: str) -> Attention:
-    return Attention.from_string(record).with_(dtype="float64")
+    a = Attention.from_string(record)
+    return a.with_(dtype="float64", score=_widened(a.score), mask=tuple(
+        Predicate(_widened(m.expr)) if isinstance(m, Predicate) else m for m in a.mask))
+
+
+def _widened(e: Expr) -> Expr:
+    """The program with float64 in the place of every narrower float."""
+    args = tuple(_widened(x) if isinstance(x, Expr) else x for x in e.args)
+    if e.op == "cast" and args[1] in ("float32", "bfloat16", "float16"):
+        args = (args[0], "float64")
+    return Expr(e.op, args)
 
 
 def _integer(n: Node) -> bool:

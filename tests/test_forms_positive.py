@@ -18,15 +18,10 @@ DYNAMIC = (
 )
 """Forms that also run with symbolic batch and lengths: one for each way in which sizes enter a graph."""
 PENDING = {
-    ("scale_in_place", "train"): Code.BACKWARD,
-    ("padding_by_masked_fill_in_place", "train"): Code.BACKWARD,
-    ("t5", "train"): Code.BACKWARD,
     ("log_softmax_exp", "train"): Code.BACKWARD,
     ("clamped", "train"): Code.BACKWARD,
     ("clamped_at_smallest", "infer"): Code.SCORE_OP,
     ("clamped_at_smallest", "train"): Code.BACKWARD,
-    ("sink_joined_and_sliced", "infer"): Code.PROB_OP,
-    ("sink_joined_and_sliced", "train"): Code.PROB_OP,
     ("sink_by_logsumexp", "infer"): Code.SCORE_USED,
     ("sink_by_logsumexp", "train"): Code.SCORE_USED,
 }
