@@ -26,8 +26,8 @@ class Site:
     target: str
     """``cpu``, ``sm_90``, ``sm_100`` or another device's own name (`Options.resolved_target`)."""
     training: bool
-    sizes: tuple[int | None, int | None, int | None]
-    """B, Sq, Sk; None when symbolic."""
+    sizes: tuple[int, int, int]
+    """B, Sq, Sk; of a symbolic size the value that it has in this compile, good for a choice of speed only."""
 
 
 def tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Reason | None:

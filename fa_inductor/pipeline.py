@@ -14,6 +14,7 @@ from .kernels.expr import SCORE
 from .options import options
 from .prove import Context, Evaluator, Materialiser
 from .reasons import Code, Reason, Refusal
+from .recognise.axes import size_hint
 from .recognise.backward import Backward, Joint, find_backward, leftovers, region_of
 from .recognise.block import Block, build_block, sizes
 from .recognise.direction import backward_nodes
@@ -150,8 +151,9 @@ class _Pass:
     def _site(self, block: Block, plan: _Plan) -> guards.Site:
         device = val(block.q.node).device
         b, _, q, k = sizes(block)
-        known = tuple(x if isinstance(x, int) else None for x in (b, q, k))
-        return guards.Site(device, options.resolved_target(device), plan.backward is not None, known)  # type: ignore[arg-type]
+        hints = [size_hint(x, val(block.q.node), val(block.k.node)) for x in (b, q, k)]
+        return guards.Site(device, options.resolved_target(device), plan.backward is not None,
+                           (hints[0], hints[1], hints[2]))
 
 
 def run(graph: Graph) -> GraphReport:

@@ -119,3 +119,12 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, version: Callable[[str], str]) -
         return reason.code if reason else None
     finally:
         api.available.cache_clear()
+
+
+@pytest.mark.parametrize(("n", "code"), [(16, Code.SLOWER), (300, None)])
+def test_the_cpu_rule_with_symbolic_lengths(n: int, code: Code | None) -> None:
+    q, k, v = qkv(dtype=torch.float32, n=n)
+    for t in (q, k, v):
+        torch._dynamo.mark_dynamic(t, 0)
+        torch._dynamo.mark_dynamic(t, 2)
+    assert run(attend, q, k, v, target="auto", backend="auto") is code

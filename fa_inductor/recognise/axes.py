@@ -27,6 +27,21 @@ def shape_of(t: torch.Tensor) -> tuple[Size, ...]:
     return tuple(size_of(s) for s in t.shape)
 
 
+def size_hint(size: Size, *tensors: torch.Tensor) -> int:
+    """The value of a size in this compile, without a guard; 0 for one that depends on data.
+
+    Args:
+        tensors: fake tensors with symbolic sizes, for the values of the symbols.
+    """
+    if isinstance(size, int):
+        return size
+    known = {s.node.expr: s.node.hint for t in tensors for s in t.shape if isinstance(s, torch.SymInt)}
+    value = size.xreplace({e: sympy.Integer(h) for e, h in known.items() if h is not None and e.is_Symbol})
+    if not value.is_number and size in known and known[size] is not None:
+        return int(known[size])
+    return int(value) if value.is_number else 0
+
+
 def quotient(a: Size, b: Size) -> Size | None:
     """a / b when that is exact for all values of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
