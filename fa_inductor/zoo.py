@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .zoo_models import BATCH, CORE, LENGTH, MODELS, VOCABULARY, Inhabitant
+
 ATTENTION = ("eager", "sdpa")
 MODES = ("inference", "training")
 BACKENDS = ("reference", "sdpa")
@@ -27,36 +29,6 @@ over all positions, and Inductor's order alone (without this library) makes 0.99
 GAIN = 10.0
 """Factor on the weights of a fresh model.  As they come, all scores are nearly equal, and a wrong gradient of Q or K
 would drown in the roundings of the others."""
-BATCH, LENGTH, VOCABULARY = 2, 16, 64
-
-
-@dataclass(frozen=True)
-class _Model:
-    config: str
-    options: dict[str, Any]
-    inputs: str = "ids"
-    """``ids``, ``padded`` (ids and a padding mask), ``pixels`` or ``audio``."""
-    cache: bool = True
-
-
-_SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
-_GROUPED: dict[str, Any] = dict(**_SMALL, num_key_value_heads=2, vocab_size=VOCABULARY)
-_STILL: dict[str, Any] = dict(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
-MODELS: dict[str, _Model] = {
-    "llama": _Model("LlamaConfig", _GROUPED),
-    "mistral": _Model("MistralConfig", dict(**_GROUPED, sliding_window=4)),
-    "qwen3": _Model("Qwen3Config", dict(**_GROUPED, head_dim=8)),
-    "gemma": _Model("GemmaConfig", dict(**_GROUPED, head_dim=8)),
-    "bert": _Model("BertConfig", dict(**_SMALL, **_STILL, vocab_size=VOCABULARY), "padded", cache=False),
-    "vit": _Model("ViTConfig", dict(**_SMALL, **_STILL, image_size=32, patch_size=8), "pixels", cache=False),
-    "gpt2": _Model("GPT2Config", dict(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, attn_pdrop=0.0,
-                                      resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=1, eos_token_id=2)),
-    "whisper": _Model("WhisperConfig", dict(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=VOCABULARY, max_source_positions=LENGTH, num_mel_bins=8,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0), "audio"),
-}
 
 
 @dataclass
@@ -91,8 +63,9 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m fa_inductor zoo", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL",
-                        help=f"default: {' '.join(MODELS)}")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(CORE), metavar="MODEL",
+                        help=f"of {' '.join(MODELS)}; default: {' '.join(CORE)}")
+    parser.add_argument("--all", action="store_true", help="every model of the zoo")
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION),
                         help="attn_implementation of the model (both)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
@@ -100,7 +73,7 @@ def main(argv: list[str]) -> int:
     parsed = parser.parse_args(argv)
     rows: list[Row] = []
     print(_line("model", "attention", "mode", "blocks", "rewritten", "reference", "sdpa", "record"), flush=True)
-    for row in survey(parsed.models, parsed.attention, parsed.dtype):
+    for row in survey(list(MODELS) if parsed.all else parsed.models, parsed.attention, parsed.dtype):
         rows.append(row)
         for line in _lines(row):
             print(line, flush=True)
@@ -138,7 +111,8 @@ def survey(models: list[str], attention: list[str] | None = None, dtype: str = "
     for name in models:
         for implementation in attention or ATTENTION:
             for mode in MODES:
-                yield examine(name, implementation, mode, dtype)
+                if implementation in MODELS[name].attention:
+                    yield examine(name, implementation, mode, dtype)
 
 
 def examine(name: str, attention: str, mode: str, dtype: str = "float32") -> Row:
@@ -177,6 +151,8 @@ def _build(name: str, attention: str, dtype: Any) -> Any:
     spec = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, spec.config)(**spec.options)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # the grouped product of experts has no float64
     model = transformers.AutoModel.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for weight in model.parameters():
@@ -185,18 +161,23 @@ def _build(name: str, attention: str, dtype: Any) -> Any:
     return model.to(dtype)
 
 
-def _inputs(spec: _Model, dtype: Any) -> dict[str, Any]:
+def _inputs(spec: Inhabitant, dtype: Any) -> dict[str, Any]:
     import torch
 
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=g)
     if spec.inputs == "pixels":
-        return {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=g).to(dtype)}
+        batch, side = spec.pixels
+        return {"pixel_values": torch.randn(batch, 3, side, side, generator=g).to(dtype)}
+    if spec.inputs == "wave":
+        return {"input_values": torch.randn(BATCH, 800, generator=g).to(dtype)}
     if spec.inputs == "audio":
         audio = torch.randn(BATCH, 8, 2 * LENGTH, generator=g).to(dtype)
         return {"input_features": audio, "decoder_input_ids": ids, "use_cache": False}
     more: dict[str, Any] = {}
-    if spec.inputs == "padded":
+    if spec.inputs == "pair":
+        more["decoder_input_ids"] = ids[:, : LENGTH - 4]
+    if spec.inputs in ("padded", "pair"):
         more["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])).long()
     return {"input_ids": ids, **more, **({"use_cache": False} if spec.cache else {})}
 
