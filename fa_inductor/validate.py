@@ -108,6 +108,7 @@ class _Run:
             return _double(t.detach().cpu())
         if n.op != "call_function" or any(w in str(n.target) for w in _RANDOM):
             raise CannotValidate(f"{n.op} {n.target}")
+        args: Any
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda i: self.values[i])
         if n.target in CASTS:
             return _cast(args[0], val(n).dtype)
@@ -119,7 +120,7 @@ class _Run:
             dout, q, k, w, _out, _lse, captures, ints, record, _ = args
             return reference.backward(_exact(record), dout, q, k, w, captures, ints)
         if n.target in (aten.view.default, aten._unsafe_view.default):
-            return args[0].reshape(args[1])  # the strides here are not those of the compiled graph
+            return args[0].reshape(list(args[1]))  # the strides here are not those of the compiled graph
         literal = constant(n) if n.target in (aten.full.default, aten.scalar_tensor.default) else None
         if literal is not None:  # rounded as the user's dtype rounds it
             return torch.full([_hint(x) for x in v.shape], literal,

@@ -230,7 +230,7 @@ def _excess(ours: dict[str, Any], eager: dict[str, Any], exact: dict[str, Any]) 
 
 def _without_codegen(records: list[str]) -> Callable[..., Any]:
     """A torch.compile backend: all of Inductor up to its joint passes; notes the records of the rewritten blocks."""
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
 
     from .ops import attention
