@@ -196,7 +196,7 @@ def _apply(plan: _Plan, rewriter: Rewriter, block_id: str) -> None:
     try:
         inputs = Inputs(list(program.captures),
                         [rewriter.now(n) if isinstance(n, Node) else n for n in program.ints],
-                        None if program.q_factor is None else rewriter.now(program.q_factor))
+                        rewriter.now(program.q_factor) if isinstance(program.q_factor, Node) else program.q_factor)
         out, lse, qkv = rewriter.forward(block, program.record, inputs, block_id)
         if plan.backward is not None:
             rewriter.backward(block, program.record, inputs, block_id, plan.backward, out, lse, qkv)

@@ -117,10 +117,10 @@ def _between(node: Node, stop: set[Node], inside: set[Node], depth: int) -> set[
 
 
 def _added(block: Block) -> list[Node]:
-    """Float tensors that the steps add to the scores or subtract from them."""
+    """Float tensors that the steps add to the scores, subtract from them or multiply them by; the sink."""
     found: list[Node] = []
     for step in block.steps:
-        if step.name in ("add", "sub", "added_product"):
+        if step.name in ("add", "sub", "mul", "added_product"):
             other = step.operand if step.operand is not None else step.node.args[1 - step.position]
             if is_tensor(other) and val(other).dtype.is_floating_point:
                 found.append(other)

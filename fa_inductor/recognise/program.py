@@ -72,8 +72,9 @@ class Program:
     record: Attention
     captures: list[Node | Arranged]
     ints: list[Any]
-    q_factor: Node | None = None
-    """Tensor ``[B or 1, Hq or 1, Sq or 1, 1]`` or 0-D that Q is multiplied by before it is given to the operator."""
+    q_factor: Node | Arranged | None = None
+    """Tensor ``[B or 1, Hq or 1, Sq or 1, 1]`` or 0-D that Q is multiplied by before it is given to the operator;
+    arranged when its gradient is needed."""
 
 
 class Reader:
@@ -89,7 +90,7 @@ class Reader:
         self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
         self.scale = block.scale
         self.expr = SCORE
-        self.q_factor: Node | None = None
+        self.q_factor: Node | Arranged | None = None
         self.shifted = False
         """A row constant was left out; only what keeps it a row constant may follow."""
         self.masks: list[_Mask] = []
@@ -136,6 +137,11 @@ class Reader:
         value = self.ev.trees.convert(self.ev.value(node, self._index(step, node)), val(node).dtype, val(node).dtype)
         return self.mat.tensor(value) if isinstance(value, Poly) else self.mat.tree(value, True)
 
+    def _own_axes(self, dims: Dims) -> Dims:
+        """b, h, q, k of the scores as far as a tensor with these dimensions has them."""
+        axes = {a for g in dims for a in resolve(g)}
+        return tuple(tuple(a for a in resolve(g) if a in axes) for g in self.block.s_dims())
+
     def _capture(self, node: Node) -> Expr:
         if node not in self.captures:
             self.captures.append(node)
@@ -175,7 +181,15 @@ class Reader:
         keys = set(resolve(self.block.k_axes))
         if self.expr != SCORE or any(keys & set(resolve(g)) for g in self._dims(step, other)):
             self._no_shift_yet(step)
+            if other in self.wanted:
+                raise Refusal(Code.GRAD_CAPTURE, f"{other.name} multiplies the scores key by key")
             self.expr = Expr(op, (self.expr, self._load(step, other)))
+            return
+        if other in self.wanted or isinstance(self.q_factor, Arranged):
+            if op != "mul" or self.q_factor is not None:
+                raise Refusal(Code.GRAD_CAPTURE, f"{other.name} divides the scores, or is one of several factors")
+            dims = self._dims(step, other)
+            self.q_factor = Arranged(other, dims, self._own_axes(dims))
             return
         factor = self._tensor(step, other)
         if op == "div":
@@ -315,10 +329,8 @@ class Reader:
             raise Refusal(Code.GRAD_CAPTURE, f"{other.name} is added with a factor, or twice")
         self._shift_fills(step)
         dims = self._dims(step, other)
-        axes = {a for g in dims for a in resolve(g)}
-        want = tuple(tuple(a for a in resolve(g) if a in axes) for g in self.block.s_dims())
         self.grads.append(len(self.captures))
-        self.captures.append(Arranged(other, dims, want))
+        self.captures.append(Arranged(other, dims, self._own_axes(dims)))
         bias = Expr("cast", (ex.load(self.grads[-1]), "float32"))
         self.expr = Expr("add" if factor > 0 else "sub", (self.expr, bias))
 

@@ -25,7 +25,7 @@ class Inputs:
 
     captures: list[Node | Arranged]
     ints: list[Node | int]
-    q_factor: Node | None = None
+    q_factor: Node | Arranged | None = None
 
 
 class Rewriter:
@@ -35,6 +35,8 @@ class Rewriter:
         self.graph = graph
         self._replaced: dict[Node, Node] = {}
         self._arranged: dict[Node, Arranged] = {}
+        self._factor: Arranged | None = None
+        self._unscaled: Node | None = None
         self._position = {n: i for i, n in enumerate(graph.nodes)}
         self._journal: list[Callable[[], None]] = []
         self.pairs: list[tuple[Node, Node]] = []
@@ -47,6 +49,7 @@ class Rewriter:
         self._journal.clear()
         self.pairs.clear()
         self.leaves.clear()
+        self._factor = self._unscaled = None
 
     def undo(self) -> None:
         """Give every node its users, and every view its strides, as they were at `begin`; what is new is dead code."""
@@ -72,6 +75,9 @@ class Rewriter:
         em = Emitter(self.graph, at, block.anchor)
         qkv = [self._operand(em, o, d) for o, d in
                ((block.q, block.q_dims()), (block.k, block.k_dims()), (block.v, block.v_dims()))]
+        if isinstance(inputs.q_factor, Arranged):
+            self._factor, self._unscaled = inputs.q_factor, qkv[0]
+            inputs.q_factor = em.arrange(self.now(self._factor.node), self._factor.dims, self._factor.want)
         qkv[0] = self._scaled(em, qkv[0], inputs)
         for i, c in enumerate(inputs.captures):
             if isinstance(c, Arranged):
@@ -119,6 +125,8 @@ class Rewriter:
             if name in grads:
                 g = em.call(operator.getitem, op, i)
                 if name == "q":
+                    if self._factor is not None and self._factor.node in biases:
+                        self._replace(biases.pop(self._factor.node), self._factor_gradient(em, g, block))
                     g = self._scaled(em, g, inputs)
                 self._replace(grads[name], self._fit(em, g, dims, operand))
         if biases:
@@ -128,6 +136,21 @@ class Rewriter:
                 new = em.arrange(em.call(operator.getitem, given, j), capture.want, capture.dims)
                 assert new is not None
                 self._replace(biases[capture.node], new)
+
+    def _factor_gradient(self, em: Emitter, dq: Node, block: Block) -> Node:
+        """Gradient of a tensor t with Q' = t Q given to the operator: sum over what t lacks of dQ' Q, in float32."""
+        factor, q = self._factor, self._unscaled
+        assert factor is not None and q is not None
+        product = em.call(aten.mul.Tensor, *(em.call(prims.convert_element_type.default, x, torch.float32)
+                                             if val(x).dtype != torch.float64 else x for x in (dq, q)))
+        axes = [a for g in resolve_dims(block.q_dims()) for a in g]
+        split = em.arrange(product, block.q_dims(), tuple((a,) for a in axes))
+        have = {a for g in resolve_dims(factor.dims) for a in g}
+        total = em.call(aten.sum.dim_IntList, split, [i for i, a in enumerate(axes) if a not in have])
+        out = em.arrange(total, tuple((a,) for a in axes if a in have), factor.dims)
+        assert out is not None
+        dtype = val(factor.node).dtype
+        return out if val(out).dtype == dtype else em.call(prims.convert_element_type.default, out, dtype)
 
     @staticmethod
     def erase(block: Block, found: Backward | None) -> None:
