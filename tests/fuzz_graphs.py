@@ -31,7 +31,7 @@ from torch import Tensor
 import fa_inductor
 
 BATCH = 10
-MODES = [(False, False), (True, False), (False, True), (True, True), (False, False)]
+MODES = [(False, False), (True, False), (False, False), (True, False), (False, True)] * 2 + [(True, True)]
 """(train, dynamic), by batch."""
 DTYPES = [torch.float64] * 8 + [torch.float32, torch.bfloat16]
 HEADER = """import torch
@@ -71,7 +71,7 @@ def make(i: Input, sizes: dict[str, int], dtype: torch.dtype, train: bool, g: to
 
 def other_sizes(sizes: dict[str, int]) -> dict[str, int]:
     """For a second call of a dynamic graph: other batch and lengths, equal where they were."""
-    b, q, k = sizes["b"] + 1, sizes["q"] + 2, sizes["k"] + 2
+    b, q, k = sizes["b"] * 3, sizes["q"] + 6, sizes["k"] + 6
     return {**sizes, "b": b, "q": q, "k": k, "n": b * sizes["h"]}
 
 
@@ -279,7 +279,7 @@ def reduce(case: Case, limit: int = 150) -> Case:
                 old = best.choices[at:at + width]
                 new = [] if edit == "cut" else [0] if edit == "zero" else [old[0] // 2]
                 choices = best.choices[:at] + new + best.choices[at + width:]
-                smaller = case_of(Builder(Recorded(choices)), case.train, case.dynamic, case.dtype)
+                smaller = case_of(Builder(Recorded(choices), case.dynamic), case.train, case.dynamic, case.dtype)
                 smaller.choices = choices
                 if old != new and len(smaller.program.source()) <= len(best.program.source()) and (
                         smaller.program != best.program or edit == "cut") and smaller.valid():
@@ -311,7 +311,7 @@ def seeded_batches(first: int, last: int, tally: Tally) -> list[list[Case]]:
         cases = []
         for seed in seeds:
             for attempt in range(20):
-                case = case_of(Builder(Seeded(seed * 1000 + attempt)), train, dynamic)
+                case = case_of(Builder(Seeded(seed * 1000 + attempt), dynamic), train, dynamic)
                 if case.valid():
                     cases.append(case)
                     break

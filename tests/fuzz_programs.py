@@ -78,8 +78,11 @@ class Program:
 class Builder:
     """Writes one program."""
 
-    def __init__(self, choose: Chooser) -> None:
+    def __init__(self, choose: Chooser, dynamic: bool = False) -> None:
+        """A dynamic program has a batch and lengths that no other size equals: the compiler takes equal sizes for one
+        symbol, and all programs of one compiled function shall share three symbols."""
         self.c = choose
+        self.dynamic = dynamic
         self.lines: list[str] = []
         self.inputs: list[Input] = []
         self.extra: list[str] = []
@@ -101,7 +104,10 @@ class Builder:
 
     def build(self) -> Program:
         c = self.c
-        if c.chance(50):
+        if self.dynamic:
+            b, q, h, d = 3, 5, c.pick([2, 4, 1]), c.pick([4, 2])
+            k, e, g = c.pick([q, 7]), d, c.pick([x for x in (h, 2, 1) if h % x == 0])
+        elif c.chance(50):
             n = c.pick([2, 4])
             b = h = g = q = k = d = e = n
         else:

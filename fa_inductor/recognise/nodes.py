@@ -61,8 +61,16 @@ def cast_dtypes(node: Node) -> tuple[torch.dtype, torch.dtype] | None:
     return None
 
 
+ROUNDINGS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""Dtypes whose rounding on the way may be left out; a cast to anything narrower is the user's quantisation."""
 _EXACT = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float64),
           (torch.float16, torch.float64), (torch.float32, torch.float64)}
+
+
+def is_rounding(node: Node) -> bool:
+    """A cast between float dtypes of 16 bits and more."""
+    d = cast_dtypes(node)
+    return d is not None and d[0] in ROUNDINGS and d[1] in ROUNDINGS
 
 
 def is_widening(node: Node) -> bool:

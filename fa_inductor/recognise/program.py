@@ -94,6 +94,9 @@ class Reader:
         self.shifted = False
         """A row constant was left out; only what keeps it a row constant may follow."""
         self.masks: list[_Mask] = []
+        self.masks_before_shift = 0
+        self.changed_after_shift = False
+        """Something was masked or added after a row maximum was subtracted, which makes 0 of a finite fill."""
         self.trained, self.wanted = trained, wanted
         self.grads: list[int] = []
         self.captures: list[Any] = []
@@ -145,7 +148,11 @@ class Reader:
     def _capture(self, node: Node) -> Expr:
         if node not in self.captures:
             self.captures.append(node)
-        return Expr("cast", (ex.load(self.captures.index(node)), "float32"))
+        return self._float(ex.load(self.captures.index(node)))
+
+    def _float(self, e: Expr) -> Expr:
+        """A loaded value in the precision of the scores."""
+        return Expr("cast", (e, "float64" if val(self.block.v.node).dtype == torch.float64 else "float32"))
 
     def _no_mask_yet(self, step: Step) -> None:
         if self.masks:
@@ -285,6 +292,7 @@ class Reader:
             return
         if _is_row_max_of_keys(step, self.block):
             self.shifted = True
+            self.masks_before_shift = len(self.masks)
             return
         self._add_operand(step, self._other(step), -alpha)
 
@@ -321,6 +329,7 @@ class Reader:
             self._add_residual(proof.residual)
 
     def _shift_fills(self, step: Step) -> None:
+        self.changed_after_shift |= self.shifted
         for m in self.masks:
             m.eps = max(m.eps, torch.finfo(val(step.node).dtype).eps)
 
@@ -331,7 +340,7 @@ class Reader:
         dims = self._dims(step, other)
         self.grads.append(len(self.captures))
         self.captures.append(Arranged(other, dims, self._own_axes(dims)))
-        bias = Expr("cast", (ex.load(self.grads[-1]), "float32"))
+        bias = self._float(ex.load(self.grads[-1]))
         self.expr = Expr("add" if factor > 0 else "sub", (self.expr, bias))
 
     def _is_mask(self, proof: AdditiveProof, dtype: torch.dtype) -> bool:
@@ -351,7 +360,7 @@ class Reader:
             else:
                 self.captures, self.ints = captures, ints
                 if program.op == "load":
-                    program = Expr("cast", (program, "float32"))
+                    program = self._float(program)
                 self.expr = Expr("add", (self.expr, program))
                 return
         self.expr = Expr("add", (self.expr, self._capture(self.mat.tree(tree, True))))
@@ -375,6 +384,7 @@ class Reader:
         fill = _round(float(fill), val(step.node).dtype)
         proof = prove_boolean(self.ev, cond, self._index(step, cond), attend)
         if fill <= MASK_THRESHOLD:
+            self.changed_after_shift |= self.shifted
             if not proof.always_true:
                 self.masks.append(_Mask(proof, (fill,), "replace"))
             return
@@ -426,6 +436,8 @@ class Reader:
     def _empty(self, fills: set[float]) -> tuple[float, str, str]:
         """(fill, fill mode, empty rows) when a row may be masked as a whole."""
         modes = {m.mode for m in self.masks}
+        if self.masks_before_shift and self.changed_after_shift:
+            raise Refusal(Code.MASK_FILL, "a row maximum is subtracted between two masks")
         if fills == {float("-inf")}:
             if self.block.safe:
                 return float("-inf"), "replace", "zero"

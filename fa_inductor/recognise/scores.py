@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from ..reasons import Code, Refusal
 from .axes import AxesError, Axis, Dims, broadcast_operand, resolve, shape_of
-from .nodes import CASTS, VIEWS, aten, is_tensor, pull, target, val
+from .nodes import CASTS, VIEWS, aten, is_rounding, is_tensor, pull, target, val
 from .softmax import row_max_of
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
@@ -102,7 +102,7 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
             path.members.insert(0, node)
         return path
     if t in CASTS:
-        if not (val(node).dtype.is_floating_point and val(node.args[0]).dtype.is_floating_point):
+        if not is_rounding(node):
             return None
         path = _find(node.args[0], dims, k_axes, depth + 1)
         if path is not None:
@@ -148,7 +148,7 @@ def _blocking(x: Node) -> Node | None:
             continue
         if t is None:
             continue
-        if first is None and t not in VIEWS and t not in CASTS and t not in POINTWISE:
+        if first is None and t not in VIEWS and not is_rounding(node) and t not in POINTWISE:
             first = node
         todo += [(a, first) for a in node.all_input_nodes if is_tensor(a) and val(a).dim() >= val(x).dim() - 1]
     return None

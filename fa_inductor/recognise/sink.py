@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .axes import Dims, shape_of
-from .nodes import CASTS, COPIES, arg, aten, is_tensor, target, val
+from .nodes import COPIES, arg, aten, is_rounding, is_tensor, target, val
 from .softmax import Softmax, row_max_of
 
 
@@ -29,7 +29,7 @@ def find_sink(sm: Softmax) -> SinkColumn | None:
         members.append(node)
         if t is aten.cat.default:
             return _column(node, sm.dim, members)
-        if t in COPIES or (t in CASTS and val(node).dtype.is_floating_point):
+        if t in COPIES or is_rounding(node):
             node = node.args[0]
         elif t is aten.sub.Tensor and not node.kwargs and (m := row_max_of(node.args[1])) is not None \
                 and m[0] is node.args[0] and m[1] == sm.dim:

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from ..reasons import Code, Refusal
 from .axes import Axis, Dims, Group, resolve, shape_of
-from .nodes import CASTS, COPIES, VIEWS, aten, constant, is_tensor, push, target, val
+from .nodes import CASTS, COPIES, VIEWS, aten, constant, is_rounding, is_tensor, push, target, val
 from .operands import is_dropout_mask
 from .scores import POINTWISE, PRODUCTS
 from .sink import cuts_column, without_column
@@ -71,7 +71,7 @@ def _cut(sm: Softmax, backward: set[Node]) -> tuple[Node, list[Node]]:
         node = users[0]
         if cuts_column(node, sm.dim):
             return node, members
-        if target(node) not in CASTS and target(node) not in COPIES:
+        if not is_rounding(node) and target(node) not in COPIES:
             raise Refusal(Code.PROB_OP, f"{node.name} ({node.target})")
         members.append(node)
 
@@ -104,7 +104,7 @@ def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[
                 continue
             _down(sm, user, out, k_axes, backward, [*members, user], extra, safe, found, others, blocked)
             continue
-        if t in CASTS and val(user).dtype.is_floating_point:
+        if is_rounding(user):
             _down(sm, user, dims, k_axes, backward, [*members, user], extra, safe, found, others, blocked)
             continue
         if t is aten.where.self and user.args[2] is node and constant(user.args[1]) == 0.0:
