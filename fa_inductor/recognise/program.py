@@ -291,6 +291,8 @@ class Reader:
             self._add_operand(step, self._other(step), 1.0)
             return
         if _is_row_max_of_keys(step, self.block):
+            if self.block.sink is not None:
+                raise Refusal(Code.SCORE_OP, "the row maximum is subtracted from the scores and not from the sink")
             self.shifted = True
             self.masks_before_shift = len(self.masks)
             return
@@ -415,15 +417,18 @@ class Reader:
         sink: int | None = None
         if b.sink is not None:
             sink = len(self.captures)
-            self.captures.append(Arranged(b.sink.node, b.sink.dims, (b.heads,)))
             if b.sink.node in self.wanted:
                 self.grads.append(sink)
+            self.captures.append(Arranged(b.sink.node, b.sink.dims, (b.heads,)))
         if self.masks:
             proof = conjoin(self.ev, [m.proof for m in self.masks])
             if proof.pred == FALSE:
                 raise Refusal(Code.EMPTY_ROWS, "every key is masked")
             fills = {f for m in self.masks for f in m.fills}
-            if not proof.nonempty and sink is None:  # the sink alone gives a row without keys a weight
+            if not proof.nonempty and sink is not None and fills != {float("-inf")}:
+                # eager code shares such a row between the keys and the sink; which gets it depends on the sink's value
+                raise Refusal(Code.EMPTY_ROWS, "a row may have no key but the sink, and the mask's fill is finite")
+            if not proof.nonempty and sink is None:
                 fill, mode, empty = self._empty(fills)
             atoms, self.captures, self.ints = to_record(proof.atoms, self.mat, self.captures, self.ints)
         sizes = [group_size(resolve(g)) for g in (b.heads, b.kv_heads, b.d_axes, b.dv_axes)]
