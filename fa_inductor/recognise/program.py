@@ -111,7 +111,8 @@ class Reader:
             try:
                 getattr(self, f"_{step.name}", self._unary)(step)
             except (Undecided, AxesError) as e:
-                raise Refusal(Code.SCORE_OP, f"{step.node.name}: {e}") from e
+                why = str(e) or "an operand has no form over batch, head, query and key"
+                raise Refusal(Code.SCORE_OP, f"{step.node.name}: {why}") from e
         if not math.isfinite(self.scale):
             raise Refusal(Code.SCALE)
         return self._finish()
@@ -143,7 +144,10 @@ class Reader:
     def _own_axes(self, dims: Dims) -> Dims:
         """b, h, q, k of the scores as far as a tensor with these dimensions has them."""
         axes = {a for g in dims for a in resolve(g)}
-        return tuple(tuple(a for a in resolve(g) if a in axes) for g in self.block.s_dims())
+        own = tuple(tuple(a for a in resolve(g) if a in axes) for g in self.block.s_dims())
+        if any(o and o != resolve(g) for o, g in zip(own, self.block.s_dims(), strict=True)):
+            raise Refusal(Code.GRAD_CAPTURE, "it varies along a part of the batch or the heads")
+        return own
 
     def _capture(self, node: Node) -> Expr:
         if node not in self.captures:
