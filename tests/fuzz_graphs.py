@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 from forms_support import Compiled, check_close, compiling, up
-from fuzz_programs import DYNAMIC, Builder, Input, Program, Recorded, Seeded, batches
+from fuzz_choices import Recorded, Seeded, batches
+from fuzz_programs import DYNAMIC, Builder, Input, Program
 from torch import Tensor
 
 import fa_inductor
+from fa_inductor.fingerprint import source_hash
 
 BATCH = 10
 MODES = [(False, False), (True, False)] * 11 + [(False, True), (True, True)]
@@ -338,7 +340,8 @@ def fuzz(first: int, last: int, seconds: float = float("inf")) -> Tally:
 def summary(tally: Tally, seeds: str, seconds: float) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
-        "fa_inductor": fa_inductor.__version__, "seeds": seeds, "seconds": round(seconds, 1),
+        "fa_inductor": fa_inductor.__version__, "sources": source_hash()[:16], "seeds": seeds,
+        "cpu_seconds": round(time.process_time(), 1), "seconds": round(seconds, 1),
         "programs_per_second": round(tally.programs / seconds, 2), "programs": tally.programs,
         "rewritten_share": round(tally.codes["rewritten"] / max(tally.programs, 1), 3),
         "outcomes": dict(tally.codes.most_common()), "kinds": dict(sorted(tally.kinds.items())),

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz_choices import Chooser
 from fuzz_graphs import Case, case_of, differs, fuzz, load, reduce, runnable
-from fuzz_programs import Builder, Chooser
+from fuzz_programs import Builder
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
