@@ -108,7 +108,7 @@ class Builder:
                 self.add(f"{x} = " + c.pick([
                     f"{x} * {self.number()}", f"{x} / 2.0", f"F.normalize({x}, dim=-1)", f"{x}.contiguous()",
                     f"{x}.clone()", f"{x} + 1.0", f"torch.cat([-{x}[..., 1:], {x}[..., :1]], -1)", f"{x}.relu()"]))
-            if c.chance(3):
+            if c.chance(2):
                 self.add(f"{x} = {x}" + c.pick([".transpose(0, 1)", ".transpose(1, 2)", ".transpose(-1, -2)",
                                                 ".flip(2)", ".roll(1, 2)", ".transpose(1, 2).reshape(x.shape)".replace(
                                                     "x.shape", f"{x}.shape"), ".mean(2, keepdim=True)", "[:, :1]"]))
@@ -229,7 +229,7 @@ class Builder:
                            f"s = s - s.max({dim}, keepdim=True)[0]", f"s = s - s.mean({dim}, keepdim=True)",
                            f"s = s.amax({dim}, keepdim=True) - s"])
         if kind == 18:
-            if c.chance(30):
+            if c.chance(15):
                 self.loose = True
                 return c.pick(["s = s.float()", "s = s.float().to(q.dtype)"])
             return "s = s.to(up(s))"
@@ -269,7 +269,7 @@ class Builder:
             self.add(self.step())
         self.use("s", 4)
         self.softmax()
-        for _ in range(c.pick([0, 0, 0, 0, 0, 0, 1, 2])):
+        for _ in range(c.pick([0] * 8 + [1, 2])):
             self.add(self.after())
         self.use("p", 4)
         self.values(rank)
@@ -288,7 +288,7 @@ class Builder:
             self.add(c.pick(["s = q @ k", "s = k @ q.mT", "s = q.mT @ k", "s = q @ k.transpose(1, 2)",
                              f"s = torch.einsum('{lead}qd,{lead}dk->{lead}qk', q, k)"]))
             return
-        forms = ["s = q @ k.transpose(-1, -2)", "s = torch.matmul(q, k.mT)", "s = (k @ q.mT).mT", "s = q @ k.mT",
+        forms = ["s = q @ k.transpose(-1, -2)", "s = torch.matmul(q, k.mT)", "s = (k @ q.mT).mT", "s = q @ k.mT", "s = torch.matmul(q, k.mT)",
                  "s = (q[..., :, None, :] * k[..., None, :, :]).sum(-1)", "s = (q * 0.5) @ (k.mT * 0.5)"]
         if rank != 5 and self.h == self.g:
             forms.append(f"s = torch.einsum('{lead}qd,{lead}kd->{lead}qk', q, k)")
@@ -309,7 +309,7 @@ class Builder:
     def softmax(self) -> None:
         c = self.c
         right = self.at("k")
-        dim = c.integer(len(self.axes)) if c.chance(6) else right
+        dim = c.integer(len(self.axes)) if c.chance(4) else right
         d = dim - len(self.axes) if c.integer(2) == 0 else dim
         if c.chance(6) and dim == right == len(self.axes) - 1:
             letters = "".join(a if c.chance(50) else "1" for a in self.axes[:-1]) + "1"
@@ -327,7 +327,7 @@ class Builder:
             [e, f"p = e / (e.sum({d}, keepdim=True) + {c.pick(['1.0', '1e-9'])})"],
             [e, f"p = e * e.sum({d}, keepdim=True).reciprocal()"], [e.replace("exp()", "exp2()"),
                                                                    f"p = e / e.sum({d}, keepdim=True)"]][:]
-            if c.chance(30) else [[f"p = torch.softmax(s, {d})"]]))
+            if c.chance(20) else [[f"p = torch.softmax(s, {d})"]]))
 
     def after(self) -> str:
         p = self.predicate() if self.c.chance(30) else "(s > 0)" if self.c.chance(10) else None
