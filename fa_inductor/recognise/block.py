@@ -189,6 +189,9 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath, backw
     if not val(q.node).dtype == val(k.node).dtype == val(v.node).dtype:
         q, k = (trace_operand(n_, d_, scales=True, casts=False) for n_, d_ in ((q_node, q_dims), (k_node, k_dims)))
 
+    if backward:
+        q, k, v = _distinct((q, q_node, q_dims), (k, k_node, k_dims), (v, v_node, v_dims))
+
     order = [a for i, g in enumerate(dims) if i != sm.dim for a in resolve(g)]
     row_axes = [a for a in order if a in set(resolve(rows)) and a in set(resolve(out_rows))]
     q_axes = _query_axes(dims, sm.dim, row_axes, k, v)
@@ -203,6 +206,19 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath, backw
     if set(_leaves(path.product_dims)) != set(_leaves(dims)):
         raise Refusal(Code.CONTRACTION)
     return block
+
+
+def _distinct(*operands: tuple[Operand, Node, Dims]) -> list[Operand]:
+    """Operands with different sources, so that each has a gradient of its own.
+
+    Raises:
+        Refusal: two of the matrices are one and the same node.
+    """
+    sources = [o.node for o, _, _ in operands]
+    found = [o if sources.count(o.node) == 1 else Operand(node, dims, 1.0) for o, node, dims in operands]
+    if len({o.node for o in found}) < len(found):
+        raise Refusal(Code.BACKWARD, "two of Q, K and V are the same tensor")
+    return found
 
 
 def _cast_back(pv: Node, dims: Dims, dtype: torch.dtype, backward: set[Node]

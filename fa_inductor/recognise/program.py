@@ -32,10 +32,16 @@ from ..prove.values import FALSE, Poly
 from ..reasons import Code, Refusal
 from .axes import AxesError, Dims, broadcast_operand, group_size, resolve, shape_of
 from .block import Block
-from .nodes import arg, aten, constant, is_tensor, val
-from .scores import Step
+from .nodes import CASTS, VIEWS, arg, aten, constant, is_tensor, prims, target, val
+from .scores import POINTWISE, Step
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
+_POINTWISE_INPUTS = {*POINTWISE, aten.index.Tensor, aten.slice.Tensor, aten.select.int, aten.full.default,
+                     aten.scalar_tensor.default, prims.iota.default, aten.rsub.Scalar, aten.eq.Scalar, aten.ne.Scalar,
+                     aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
+                     aten.logical_not.default, aten.logical_and.default, aten.logical_or.default,
+                     aten.bitwise_not.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.expand.default,
+                     aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
 _NEVER_REACHED = -1e30
 """A lower clamp at or below it leaves every score alone that is not masked."""
 _ABSORBS = 2.0**14
@@ -88,16 +94,24 @@ class Reader:
     def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool, *, trained: bool = False,
                  wanted: Collection[Node] = ()) -> None:
         self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
-        self.scale = block.scale
+        self.trained, self.wanted = trained, wanted
+        self._start(exact=False)
+
+    def _start(self, *, exact: bool) -> None:
+        """Nothing read yet.  ``exact`` reads a finite fill as the number it is, and not as a mask."""
+        self.exact = exact
+        self.hazard = False
+        """A bias that may be as low as a mask's fill is in the program: it could lift masked keys over visible ones."""
+        self.scale = self.block.scale
         self.expr = SCORE
         self.q_factor: Node | Arranged | None = None
         self.shifted = False
         """A row constant was left out; only what keeps it a row constant may follow."""
         self.masks: list[_Mask] = []
+        self.finite_fill = False
         self.masks_before_shift = 0
         self.changed_after_shift = False
         """Something was masked or added after a row maximum was subtracted, which makes 0 of a finite fill."""
-        self.trained, self.wanted = trained, wanted
         self.grads: list[int] = []
         self.captures: list[Any] = []
         self.ints: list[Any] = []
@@ -107,6 +121,13 @@ class Reader:
         Raises:
             Refusal: a step has no place in a record.
         """
+        self._steps()
+        if self.hazard and self.finite_fill:
+            self._start(exact=True)
+            self._steps()
+        return self._finish()
+
+    def _steps(self) -> None:
         for step in self.block.steps:
             try:
                 getattr(self, f"_{step.name}", self._unary)(step)
@@ -115,7 +136,6 @@ class Reader:
                 raise Refusal(Code.SCORE_OP, f"{step.node.name}: {why}") from e
         if not math.isfinite(self.scale):
             raise Refusal(Code.SCALE)
-        return self._finish()
 
     # -- operands ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +210,8 @@ class Reader:
         """The score times or over a tensor; one that no key sees is moved to Q, where it costs nothing."""
         self._no_mask_yet(step)
         keys = set(resolve(self.block.k_axes))
-        if self.expr != SCORE or any(keys & set(resolve(g)) for g in self._dims(step, other)):
+        fits_q = self._rounds_like_q()
+        if not fits_q or self.expr != SCORE or any(keys & set(resolve(g)) for g in self._dims(step, other)):
             self._no_shift_yet(step)
             if other in self.wanted:
                 raise Refusal(Code.GRAD_CAPTURE, f"{other.name} multiplies the scores key by key")
@@ -206,6 +227,16 @@ class Reader:
         if op == "div":
             factor = self.mat.call(aten.reciprocal.default, factor)
         self.q_factor = factor if self.q_factor is None else self.mat.call(aten.mul.Tensor, self.q_factor, factor)
+
+    def _rounds_like_q(self) -> bool:
+        """Whether Q times a factor, rounded to Q's dtype, loses no more than the user's own scores do.
+
+        float16 does not: the product may leave its range.
+        """
+        chain = self.block.chain
+        if val(self.block.q.node).dtype in (torch.float32, torch.float64):
+            return True
+        return chain is not None and val(chain.path.product).dtype == torch.bfloat16
 
     def _multiply(self, step: Step, c: float) -> None:
         if not math.isfinite(c):
@@ -326,13 +357,20 @@ class Reader:
             if proof.residual is not None:
                 self._add_residual(proof.residual)
         elif not proof.always_true and self._is_mask(proof, dtype or val(other).dtype):
-            self.masks.append(_Mask(proof, proof.fills, "add"))
+            self._mask(proof, proof.fills, "add")
             if proof.residual is not None:
+                self.hazard |= _only_inputs(other)
                 self._add_residual(proof.residual)
         elif not proof.always_true:
+            self.hazard = True
             self.expr = Expr("add", (self.expr, self._load(step, other)))  # exact, as a bias
         elif proof.residual is not None:
+            self.hazard |= _only_inputs(other)
             self._add_residual(proof.residual)
+
+    def _mask(self, proof: MaskProof, fills: tuple[float, ...], mode: Literal["add", "replace"]) -> None:
+        self.finite_fill |= any(not math.isinf(f) for f in fills)
+        self.masks.append(_Mask(proof, fills, mode))
 
     def _shift_fills(self, step: Step) -> None:
         self.changed_after_shift |= self.shifted
@@ -351,6 +389,8 @@ class Reader:
 
     def _is_mask(self, proof: AdditiveProof, dtype: torch.dtype) -> bool:
         """Whether the masked positions may be left out of the softmax with nothing changed."""
+        if self.exact and any(not math.isinf(f) for f in proof.fills):
+            return False
         if conjoin(self.ev, [m.proof for m in self.masks] + [proof]).nonempty:
             return True
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
@@ -389,10 +429,10 @@ class Reader:
             raise Refusal(Code.SCORE_OP, "where between the scores and a tensor")
         fill = _round(float(fill), val(step.node).dtype)
         proof = prove_boolean(self.ev, cond, self._index(step, cond), attend)
-        if fill <= MASK_THRESHOLD:
+        if fill <= MASK_THRESHOLD and not (self.exact and not math.isinf(fill)):
             self.changed_after_shift |= self.shifted
             if not proof.always_true:
-                self.masks.append(_Mask(proof, (fill,), "replace"))
+                self._mask(proof, (fill,), "replace")
             return
         if math.isnan(fill) or math.isinf(fill):
             raise Refusal(Code.MASK_FILL, f"{fill}")
@@ -457,6 +497,24 @@ class Reader:
         if not one or not all(m.eps == 0.0 or _absorbs(f, m.eps) for m in self.masks for f in m.fills):
             raise Refusal(Code.MASK_FILL, ", ".join(f"{f:g}" for f in sorted(fills)))
         return fills.pop(), modes.pop(), "mean"
+
+
+def _only_inputs(node: Node) -> bool:
+    """Whether a bias is made of graph inputs and constants alone, as a user's own mask tensor is.
+
+    Anything else on the way (an embedding, a product) makes it a learned bias, which is taken to be small beside a
+    mask's fill.
+    """
+    todo, seen = [node], 0
+    while todo and seen < 64:
+        n = todo.pop()
+        seen += 1
+        if n.op == "placeholder" or n.op == "get_attr" or not is_tensor(n):
+            continue
+        if target(n) not in VIEWS and target(n) not in CASTS and target(n) not in _POINTWISE_INPUTS:
+            return False
+        todo += n.all_input_nodes
+    return True
 
 
 def _absorbs(fill: float, eps: float) -> bool:

@@ -135,8 +135,11 @@ def find_softmaxes(graph: Graph, backward: set[Node]) -> Iterator[Softmax]:
                 yield m
 
 
-def safe_row_test(cond: object, x: Node) -> list[Node] | None:
-    """Members of ``all(x == -inf, dim, keepdim)``, the test by which SDPA zeroes fully masked rows; else None."""
+_REDUCTIONS = (aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims)
+
+
+def safe_row_test(cond: object, x: Node, dim: int) -> list[Node] | None:
+    """Members of ``all(x == -inf, dim, keepdim=True)``, the test by which SDPA zeroes fully masked rows; else None."""
     members: list[Node] = []
     n = cond
     negations = 0
@@ -144,6 +147,10 @@ def safe_row_test(cond: object, x: Node) -> list[Node] | None:
                         aten.any.dims, aten.all.dims, aten.ne.Scalar) or target(n) in VIEWS:
         members.append(n)  # type: ignore[arg-type]
         t = target(n)
+        if t in _REDUCTIONS and _dim(n) != dim:  # type: ignore[arg-type]
+            return None
+        if t in VIEWS and t not in COPIES:
+            return None
         if t in (aten.logical_not.default, aten.bitwise_not.default):
             negations += 1
         if t in (aten.eq.Scalar, aten.ne.Scalar):

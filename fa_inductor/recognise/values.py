@@ -108,7 +108,7 @@ def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[
             _down(sm, user, dims, k_axes, backward, [*members, user], extra, safe, found, others, blocked)
             continue
         if t is aten.where.self and user.args[2] is node and constant(user.args[1]) == 0.0:
-            test = safe_row_test(user.args[0], sm.x)
+            test = safe_row_test(user.args[0], sm.x, sm.dim)
             if test is not None:
                 _down(sm, user, dims, k_axes, backward, [*members, user], [*extra, *test], True, found, others, blocked)
                 continue
