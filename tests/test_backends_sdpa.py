@@ -176,7 +176,8 @@ def test_cuda_bias(
     case = MASKS[name]
     i = len(case.captures)
     bias = (torch.randn(BIASES[shape]) + 100).to(capture_dtype)
-    r = record(4, 2, case, score=e("add", SCORE, load(i)), grads=(i,), empty_rows="nan").with_(dtype="float16")
+    r = record(4, 2, case, score=e("add", SCORE, load(i)), grads=(i,), empty_rows="nan").with_(
+        dtype="float16", fill_mode="replace")
     compare(r, cuda_model, [*case.captures, bias], case.ints, tol=4e-3, inputs=tensors(4, 2, dtype=torch.float16))
 
 

@@ -36,8 +36,10 @@ def has_closed_form(record: Attention) -> bool:
 
     Not when the score program has a derivative other than 1, or an added bias needs the gradient of its rows.
     """
-    if not matters(record) or record.empty_rows != "mean" or fill_replaces(record):
+    if not matters(record) or record.empty_rows == "zero" or fill_replaces(record):
         return True
+    if record.empty_rows == "nan":  # the NaN of such a row reaches the bias too
+        return not grads_of_bias(record)
     return additive_part(record.score) is not None and not grads_of_bias(record)
 
 
