@@ -1,0 +1,109 @@
+"""Forms that once came out wrong, each with what made it so; in float64, where a difference is an error."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from forms_support import Compiled, compiling
+from torch import Tensor
+
+INF = float("inf")
+ROW = torch.zeros(8, 8, dtype=torch.bool).index_fill(0, torch.tensor([3]), True)
+AFTER = torch.ones(8, 8, dtype=torch.bool).triu(1)
+BEFORE = torch.ones(8, 8, dtype=torch.bool).tril(-1)
+LAST = torch.arange(8) != 7
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * 0.3
+
+
+def added(s: Tensor, keep: Tensor, fill: float) -> Tensor:
+    return s + torch.where(keep, torch.zeros((), dtype=s.dtype), torch.full((), fill, dtype=s.dtype))
+
+
+def one_tensor_is_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The gradient of K was lost: both uses began at one node."""
+    q, k = q[:, :, None], k[:, :, None]
+    return torch.softmax(q @ k.mT, -1) @ k
+
+
+def softmax_of_a_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1).softmax(-1) @ v
+
+
+def row_maximum_then_exp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return torch.softmax((s - s.amax(-1, keepdim=True)).exp(), -1) @ v
+
+
+def row_maximum_between_masks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(ROW, -1e9)
+    return torch.softmax((s - s.amax(-1, keepdim=True)).masked_fill(AFTER, -1e9), -1) @ v
+
+
+def row_maximum_before_a_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    s = s - s.amax(-1, keepdim=True)
+    sink = torch.linspace(-1, 1, s.shape[1], dtype=s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+    return torch.softmax(torch.cat([s, sink], -1), -1)[..., :-1] @ v
+
+
+def scores_in_float8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(scores(q, k).to(torch.float8_e4m3fn).to(q.dtype), -1) @ v
+
+
+def safe_test_along_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k).masked_fill(ROW, -INF)
+    return torch.where((s == -INF).all(-2, keepdim=True), 0.0, torch.softmax(s, -1)) @ v
+
+
+def two_masks_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A proved mask of -1e9 hid keys that eager code lets compete with keys another -1e9 lies on."""
+    s = added(scores(q, k), LAST.view(1, 1, 1, 8), -1e9)
+    return torch.softmax(s - BEFORE.to(s.dtype) * 1e9, -1) @ v
+
+
+def a_mask_added_and_one_filled_in(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(added(scores(q, k), LAST.view(1, 1, 1, 8), -1e9).masked_fill(BEFORE, -1e9), -1) @ v
+
+
+def bias_along_a_part_of_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    b, h, n, d = q.shape
+    grouped = q.view(b, h // 2, 2, n, d)
+    bias = k[0, :, :1, :1].view(h, 1, 1)[: h // 2]
+    s = grouped @ k[:, ::2, None].mT + bias.unsqueeze(1)
+    return (torch.softmax(s, -1) @ v[:, ::2, None]).reshape(b, h, n, d)
+
+
+FORMS = [one_tensor_is_keys_and_values, softmax_of_a_softmax, row_maximum_then_exp, row_maximum_between_masks,
+         row_maximum_before_a_sink, scores_in_float8, safe_test_along_the_queries, two_masks_added,
+         a_mask_added_and_one_filled_in, bias_along_a_part_of_the_heads]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_is_right(form: Callable[..., Tensor], train: bool) -> None:
+    if train and form is scores_in_float8:
+        train = False  # autograd has no float8
+    g = torch.Generator().manual_seed(1)
+    xs = [torch.randn(2, 4, 8, 8, generator=g, dtype=torch.float64).requires_grad_(train) for _ in range(3)]
+    with compiling(validate=False):
+        got, want = Compiled(form).fn(*xs), form(*xs)
+        if train:
+            got, want = ([o, *torch.autograd.grad(o.sin().sum(), xs, allow_unused=True)] for o in (got, want))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10, equal_nan=True)
+
+
+def test_a_factor_that_does_not_fit_into_half_queries() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return torch.softmax((q @ k.mT).float() * t, -1).to(v.dtype) @ v
+
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 4, 8, 8, generator=g) for _ in range(3))
+    xs = [(q * 60).half(), (k * 1e-3).half(), v.half(), torch.tensor(2000.0)]
+    with torch.no_grad(), compiling():
+        got, want = Compiled(form).fn(*xs), form(*xs)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, want, rtol=0.0, atol=0.05)
