@@ -256,7 +256,7 @@ def divided_by_zero(q, k, v):
     return (qk(q, k) / 0.0).softmax(-1) @ v
 
 
-@form(1, X, train=Code.BACKWARD)
+@form(1, X)
 def scale_learned(q, k, v):
     return (qk(q, k) * v.mean()).softmax(-1) @ v
 
