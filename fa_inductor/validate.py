@@ -186,6 +186,3 @@ def _here(x: Any) -> Any:
     if isinstance(x, dict):
         return {k: _here(i) for k, i in x.items()}
     return x
-
-
-__all__ = ["CannotValidate", "difference"]

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from .axes import AxesError, Dims, regroup, resolve_dims, shape_of
+from .axes import AxesError, Dims, regroup, shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -159,10 +159,3 @@ def push(node: Node, dims: Dims) -> Dims | None:
         except AxesError:
             return None
     return None
-
-
-def shape_dims(node: Node, dims: Dims) -> bool:
-    """True when the axes' sizes multiply to the node's shape: a self-check of the walk."""
-    from .axes import group_size
-    return all(group_size(g) == s or (g == () and s == 1) for g, s in
-               zip(resolve_dims(dims), shape_of(val(node)), strict=True))

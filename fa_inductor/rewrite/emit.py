@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..reasons import Code, Refusal
-from ..recognise.axes import Axis, Dims, Group, Size, group_size, resolve, resolve_dims, shape_of
-from ..recognise.nodes import aten, is_tensor, val
+from ..recognise.axes import Axis, Dims, Group, group_size, resolve, resolve_dims, shape_of
+from ..recognise.nodes import aten, val
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "recompute", "ac_graph_id", "custom",
             "partitioner_tag", "autograd_backward", "is_gradient_acc", "from_node", "fwd_source_fn_stack",
@@ -164,10 +164,3 @@ def _fake_mode(args: Any) -> contextlib.AbstractContextManager[Any]:
 
     torch.fx.map_arg(args, look)
     return found[0] if found else contextlib.nullcontext()
-
-
-def is_symbolic(size: Size) -> bool:
-    return not isinstance(size, int)
-
-
-__all__ = ["Emitter", "is_symbolic", "is_tensor"]
