@@ -110,6 +110,10 @@ class _Pass:
         """Find the backward of a written-out attention; nothing of score size may stay alive."""
         region = region_of(block, self.position)
         block.inner = frozenset(region.nodes)
+        for step in block.steps:
+            for other in step.others():
+                if other in block.inner:
+                    raise Refusal(Code.SCORE_USED, f"{other.name} is computed from them")
         if self.backward and self._differentiated(region.nodes):
             plan.backward = find_backward(block, self.joint)
         left = leftovers(block, region, plan.backward, self.position)

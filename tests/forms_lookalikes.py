@@ -235,6 +235,6 @@ def talking_heads_before(q, k, v, w):
     return torch.einsum("bhqk,hg->bgqk", qk(q, k) * 0.3, w).softmax(-1) @ v
 
 
-@form((Code.PROB_OP, Code.SCORE_OP), X, train=(Code.PROB_OP, Code.BACKWARD))
+@form((Code.PROB_OP, Code.SCORE_USED), X)
 def softmax_of_a_softmax(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1).softmax(-1) @ v

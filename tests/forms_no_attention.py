@@ -318,7 +318,7 @@ def where_between_scores_and_a_tensor(q, k, v, keep, other):
 
 # -- types -------------------------------------------------------------------------------------------------------------
 
-@form(Code.NO_QK, X, modes=("infer",))
+@form(Code.INTEGER, X, modes=("infer",))
 def integer_scores(q, k, v):
     return (q.long() @ k.long().transpose(-2, -1)).to(v.dtype).softmax(-1) @ v
 

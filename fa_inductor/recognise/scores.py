@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from ..reasons import Code, Refusal
 from .axes import AxesError, Axis, Dims, broadcast_operand, resolve, shape_of
-from .nodes import CASTS, VIEWS, aten, is_rounding, is_tensor, pull, target, val
+from .nodes import CASTS, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
 from .softmax import row_max_of
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
@@ -41,6 +41,12 @@ class Step:
     dims: Dims
     operand: Node | None = None
 
+    def others(self) -> list[Node]:
+        """Tensors that the step brings in beside the score; a subtracted row maximum is none of them."""
+        if self.name == "sub" and self.position == 0 and is_row_max(self.node):
+            return []
+        return [a for i, a in enumerate(self.node.args) if i != self.position and is_tensor(a) and constant(a) is None]
+
 
 @dataclass
 class ScorePath:
@@ -68,8 +74,11 @@ def find_scores(x: Node, dims: Dims, k_axes: set[Axis]) -> ScorePath:
     path = _find(x, dims, k_axes, 0)
     if path is None:
         blocking = _blocking(x)
-        raise Refusal(Code.NO_QK) if blocking is None else Refusal(
-            Code.SCORE_OP, f"{blocking.name} ({blocking.target})")
+        if blocking is None:
+            raise Refusal(Code.NO_QK)
+        dtypes = cast_dtypes(blocking)
+        whole = dtypes is not None and not dtypes[0].is_floating_point
+        raise Refusal(Code.INTEGER if whole else Code.SCORE_OP, f"{blocking.name} ({blocking.target})")
     path.steps.reverse()
     path.members.reverse()
     return path
