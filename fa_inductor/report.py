@@ -190,11 +190,11 @@ class Registry:
     """The graphs of this process, newest last; a graph that is compiled again replaces its older report.
 
     Thread-safe.  ``load`` finds the stored report of a graph that came from torch's cache; such a graph is noticed by
-    torch's counters, which the cache counts up again, and by its operators (`seen`).
+    torch's counters (``counts``), which the cache counts up again, and by its operators (`seen`).
     """
 
-    def __init__(self, load: Callable[[str], GraphReport | None]) -> None:
-        self._load = load
+    def __init__(self, load: Callable[[str], GraphReport | None], counts: Callable[[], dict[str, int]]) -> None:
+        self._load, self._now = load, counts
         self._graphs: dict[str, GraphReport] = {}
         self._known: set[str] = set()
         self._counts: dict[str, int] = {}
@@ -235,10 +235,7 @@ class Registry:
 
     def _handed_out(self) -> list[str]:
         """Graphs that torch compiled or took from its cache since this was last asked, by its counters."""
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None:
-            return []
-        counts = {k.removeprefix(REPLAYED): n for k, n in utils.counters["inductor"].items() if k.startswith(REPLAYED)}
+        counts = self._now()
         with self._lock:
             before, self._counts = self._counts, counts
         return [graph for graph, n in counts.items() if n != before.get(graph)]
@@ -267,7 +264,15 @@ def _load(graph: str) -> GraphReport | None:
     return load(graph)
 
 
-registry = Registry(_load)
+def torch_counts() -> dict[str, int]:
+    """How often torch compiled each rewritten graph or took it from its cache, by graph id."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    return {k.removeprefix(REPLAYED): n for k, n in utils.counters["inductor"].items() if k.startswith(REPLAYED)}
+
+
+registry = Registry(_load, torch_counts)
 
 
 def report(*, clear: bool = False) -> Report:

@@ -11,7 +11,16 @@ import fa_inductor
 from fa_inductor import store
 from fa_inductor.kernels.record import Attention, Band
 from fa_inductor.reasons import Code, Reason
-from fa_inductor.report import Block, GraphReport, Registry, Report, graph_from_dict, graph_id, graph_to_dict
+from fa_inductor.report import (
+    Block,
+    GraphReport,
+    Registry,
+    Report,
+    graph_from_dict,
+    graph_id,
+    graph_to_dict,
+    torch_counts,
+)
 
 REWRITTEN = Block("/a/site-packages/lib/llama.py:12 forward", "softmax", "causal, GQA 8/2, d64, bf16", "rewritten",
                   "kernels sm_90", training=True, note="backward on PyTorch flash")
@@ -100,7 +109,7 @@ def test_the_registry_loads_a_graph_that_came_from_the_cache_once():
         loads.append(graph)
         return GraphReport(graph, (REWRITTEN,), seconds=1.0)
 
-    registry = Registry(load)
+    registry = Registry(load, dict)
     for _ in range(3):
         registry.seen(f"{ID}#0", "record")
         registry.seen(f"{ID}#1", "record")
@@ -109,7 +118,7 @@ def test_the_registry_loads_a_graph_that_came_from_the_cache_once():
 
 
 def test_a_graph_compiled_here_is_not_loaded():
-    registry = Registry(lambda graph: pytest.fail("loaded"))
+    registry = Registry(lambda graph: pytest.fail("loaded"), dict)
     registry.add(GraphReport(ID, (REFUSED,)))
     registry.add(GraphReport(ID, (REWRITTEN,)))
     registry.seen(f"{ID}#0", "record")
@@ -122,7 +131,7 @@ def test_what_torch_counts_up_again_is_in_the_report(monkeypatch):
     from torch._dynamo.utils import counters
 
     monkeypatch.setitem(counters, "inductor", collections.Counter())
-    registry = Registry(lambda graph: GraphReport(graph, (REFUSED,)) if graph == ID else None)
+    registry = Registry(lambda graph: GraphReport(graph, (REFUSED,)) if graph == ID else None, torch_counts)
     assert registry.snapshot() == ()
     counters["inductor"][f"fa_inductor_graph_{ID}"] += 1
     counters["inductor"]["fa_inductor_graph_" + "e" * 32] += 1  # its stored report is gone
@@ -135,7 +144,7 @@ def test_what_torch_counts_up_again_is_in_the_report(monkeypatch):
 
 def test_a_lost_report_still_names_the_block():
     record = Attention(8, 2, 64, 64, "bfloat16", 0.125, mask=(Band(None, 0),))
-    registry = Registry(lambda graph: None)
+    registry = Registry(lambda graph: None, dict)
     registry.seen(f"{ID}#0", record.to_string())
     registry.seen("d" * 32 + "#0", "no record")
     known, unknown = (g.blocks[0] for g in registry.snapshot())
