@@ -132,7 +132,7 @@ def _template(record: Attention) -> tuple[Forward, list[int], list[int]]:
     loads, syms = _leaves(programs)
     score, *predicates = (_renumber(p, loads, syms) for p in programs)
     empty = record.empty_rows
-    if empty == "never" or record.sink is not None:
+    if empty == "never" or (record.sink is not None and empty != "mean"):
         empty = "nan"  # no such row (a sink gives every row weight): the code without a special case
     variant = Forward(
         dtype=record.dtype,  # type: ignore[arg-type]
@@ -247,6 +247,7 @@ def variants() -> list[Forward]:
         Forward("bfloat16", 128, 128, dense=True, empty="zero"),
         Forward("bfloat16", 128, 128, documents="int32", band_hi=True, empty="zero"),
         Forward("bfloat16", 64, 64, band_hi=True, band_lo=True, sink="bfloat16", empty="nan"),
+        Forward("bfloat16", 64, 64, band_hi=True, padding=True, sink="bfloat16", empty="mean"),
     ]
     return found
 

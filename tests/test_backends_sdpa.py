@@ -8,7 +8,7 @@ import aten_cuda_model as model
 import pytest
 import torch
 from attention_oracle import oracle
-from test_reference import BIASES, MASKS, ROWS, RULES, SK, SQ, B, e, record, tensors
+from test_reference import BIASES, MASKS, ROWS, RULES, SINKS, SK, SQ, B, e, record, tensors
 from torch import Tensor
 
 from fa_inductor.backends import aten_cpu, aten_cuda, empty_rows, reference, sdpa, torch_backward
@@ -43,17 +43,17 @@ def compare(
 CPU = (sdpa.forward, aten_cpu.backward)
 
 
-@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("sinks", [None, *SINKS])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_cpu_masks(name: str, heads: tuple[int, int], sink: bool) -> None:
-    for empty, fill, mode in RULES:
+def test_cpu_masks(name: str, heads: tuple[int, int], sinks: str | None) -> None:
+    for empty, fill, mode in SINKS[sinks][0] if sinks else RULES:
         case = MASKS[name]
         r, captures = record(*heads, case, fill=fill, fill_mode=mode, empty_rows=empty), list(case.captures)
-        if sink:
+        if sinks:
             i = len(captures)
             r = r.with_(sink=i, grads=(i,))
-            captures.append(torch.tensor([0.3, -2.0, 5.0, 0.0], dtype=torch.float64))
+            captures.append(torch.tensor(SINKS[sinks][1], dtype=torch.float64))
         assert sdpa.sdpa_supports(r, "cpu") is None
         compare(r, CPU, captures, case.ints, tol=1e-10, inputs=tensors(*heads))
 
@@ -144,19 +144,19 @@ def cuda_model(monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
     return aten_cuda.forward, torch_backward.backward
 
 
-@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("sinks", [None, "logits", "absent"])  # a float32 lse has no digits left near a fill
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_cuda_masks(name: str, heads: tuple[int, int], sink: bool, cuda_model: tuple[object, object]) -> None:
+def test_cuda_masks(name: str, heads: tuple[int, int], sinks: str | None, cuda_model: tuple[object, object]) -> None:
     case = MASKS[name]
     for dtype, tol in (("float16", 4e-3), ("float32", 2e-5)):
-        for empty, fill, mode in RULES:
+        for empty, fill, mode in SINKS[sinks][0] if sinks else RULES:
             r, captures = record(*heads, case, fill=fill, fill_mode=mode, empty_rows=empty), list(case.captures)
             r = r.with_(dtype=dtype)
-            if sink:
+            if sinks:
                 i = len(captures)
                 r = r.with_(sink=i, grads=(i,))
-                captures.append(torch.tensor([0.3, -2.0, 5.0, 0.0]))
+                captures.append(torch.tensor(SINKS[sinks][1]))
             assert sdpa.sdpa_supports(r, "cuda") is None
             compare(r, cuda_model, captures, case.ints, tol=tol,
                     inputs=tensors(*heads, dtype=getattr(torch, dtype)))

@@ -146,13 +146,22 @@ def test_row_blocks_change_nothing(name: str) -> None:
         check(r, case, block_bytes=rows * B * 4 * SK * 8)
 
 
-@pytest.mark.parametrize("empty", ROWS)
+SINKS = {
+    "logits": (RULES, [0.5, -1.0, 2.0, 40.0]),
+    "absent": ([("mean", -1e30, "add"), ("mean", -1e30, "replace")], [-math.inf] * 4),
+    "near the fill": ([("mean", -1e5, "replace")], [-1e5, -1e5 + 3, -1e5 - 2, 0.0]),
+}
+"""Rules for rows without keys, and sinks: one near the fill shares such a row with the keys, -inf leaves it to them."""
+
+
+@pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("name", ["none", "causal-negative", "padding", "three"])
-def test_sink(name: str, empty: EmptyRows) -> None:
-    case = MASKS[name]
+def test_sink(name: str, sinks: str) -> None:
+    case, (rules, values) = MASKS[name], SINKS[sinks]
     i = len(case.captures)
-    r = record(4, 2, case, fill=ROWS[empty], empty_rows=empty, sink=i, grads=(i,))
-    check(r, case, captures=[torch.tensor([0.5, -1.0, 2.0, 40.0], dtype=torch.float64)], leaves=(i,))
+    for empty, fill, mode in rules:
+        r = record(4, 2, case, fill=fill, fill_mode=mode, empty_rows=empty, sink=i, grads=(i,))
+        check(r, case, captures=[torch.tensor(values, dtype=torch.float64)], leaves=(i,))
 
 
 BIASES = {

@@ -80,10 +80,10 @@ def forward(
     if x.uniform:
         lse = lse.masked_fill(lse < ABSORBED, -math.inf)
     if x.empty is not None:
-        if record.sink is not None:
-            lse = torch.where(x.empty, -math.inf, lse)
-        else:
+        if empty_rows.matters(record):
             out, lse = empty_rows.finish_forward(record, out, lse, v, x.empty)
+        else:
+            lse = torch.where(x.empty, -math.inf, lse)
     if x.dead is not None:
         out, lse = empty_rows.finish_forward(record.with_(empty_rows="nan"), out, lse, v, x.dead)
     if record.sink is not None:
@@ -111,10 +111,11 @@ def backward(
         return dq, dk, dv, dcaptures
     x = Inputs(record, q, k, v, captures, ints)
     dq, dk, dv, dcaptures = layout.empty_grads(record, q, k, v, captures)
-    ignore = [e for e in (x.empty if record.sink is None else None, x.dead) if e is not None]
+    ignore = [e for e in (x.empty if empty_rows.matters(record) else None, x.dead) if e is not None]
     do, o = dout, out
     for e in ignore:  # those rows are put right below; here they give nothing, and no NaN of theirs spreads
         do, o = empty_rows.zero_rows(do, e), empty_rows.zero_rows(o, e)
+    full_lse = lse
     if x.empty is not None or x.dead is not None:
         lse = torch.where(lse == -math.inf, 0.0, lse)
     grads = _backward(
@@ -125,8 +126,8 @@ def backward(
     gk, gv = sum_heads(gk, record.kv_heads), sum_heads(gv, record.kv_heads)
     gq = gq if x.factor == 1.0 else gq * x.factor
     gq, gk, gv = gq[..., : q.shape[3]], gk[..., : k.shape[3]], gv[..., : v.shape[3]]
-    if x.empty is not None and record.sink is None:
-        gq, gk, gv = empty_rows.finish_backward(record, (gq, gk, gv), dout, q, k, v, x.empty)
+    if x.empty is not None and empty_rows.matters(record):
+        gq, gk, gv = empty_rows.finish_backward(record, (gq, gk, gv), dout, q, k, v, x.empty, lse=full_lse)
     if x.dead is not None:
         gq, gk, gv = empty_rows.finish_backward(
             record.with_(empty_rows="nan"), (gq, gk, gv), dout, q, k, v, x.dead, replaced=False

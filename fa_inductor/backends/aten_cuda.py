@@ -224,10 +224,10 @@ def forward(
         scope = Scope((*q.shape[:3], k.shape[2]), (0, q.shape[2]), captures, ints, q.device)
         empty = empty_rows_of(record, scope)
         assert empty is not None
-        if record.sink is not None:
-            out, lse = empty_rows.zero_rows(out, empty), torch.where(empty, -math.inf, lse)
-        else:
+        if empty_rows.matters(record):
             out, lse = empty_rows.finish_forward(record, out, lse, v, empty)
+        else:
+            out, lse = empty_rows.zero_rows(out, empty), torch.where(empty, -math.inf, lse)
     if record.sink is not None:
         out, lse = apply_sink(out, lse, captures[record.sink])
     return layout.match(out, layout.empty_out(record, q, v)), layout.match(lse, layout.empty_lse(q))

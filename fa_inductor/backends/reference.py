@@ -63,6 +63,8 @@ class _Rows:
         self.empty = None
         if self.mask is not None and record.empty_rows != "never":
             self.empty = ~self.mask.any(-1, keepdim=True) if sk else None
+        if self.empty is not None and record.sink is not None and record.empty_rows == "mean":
+            score = score.masked_fill(self.empty, record.fill)  # shared between the keys and the sink
         self._softmax(score, sk)
 
     def _softmax(self, score: Tensor, sk: int) -> None:

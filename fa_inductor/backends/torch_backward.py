@@ -21,6 +21,8 @@ from . import aten_cuda, empty_rows
 from .additive import grads_of_bias
 from .aten_cuda import EfficientPlan, FlashBand, align, flash_width, to_kernel
 from .heads import positive_scale, repeat_heads, sum_heads
+from .masks import empty_rows_of
+from .program import Scope
 from .sinks import sink_gradient
 
 _flash_backward = torch.ops.aten._flash_attention_backward.default
@@ -35,11 +37,15 @@ def supports(record: Attention) -> Reason | None:
     return aten_cuda.supports(record)
 
 
-def _rows_without_keys(record: Attention, lse: Tensor) -> Tensor | None:
-    """Rows [B, Hq, Sq] with no weight on any key; None when there is none.
+def _rows_without_keys(
+    record: Attention, lse: Tensor, keys: int, captures: Sequence[Tensor], ints: Sequence[int]
+) -> Tensor | None:
+    """Rows, broadcastable to [B, Hq, Sq], with no weight on any key or only a fill's; None when there is none.
 
-    Read off lse, which is -inf there in every forward of ours, and costs nothing of size Sq x Sk.
+    Without a sink, lse is -inf there in every forward of ours, which costs nothing of size Sq x Sk.
     """
+    if record.sink is not None and empty_rows.matters(record):
+        return empty_rows_of(record, Scope((*lse.shape, keys), (0, lse.shape[2]), captures, ints, lse.device))
     if record.sink is not None or (record.empty_rows == "never" and record.score == SCORE):
         return None
     return lse == -math.inf
@@ -118,7 +124,7 @@ def backward(
         out, lse: what the forward returned; lse -inf (or finite and below any score) in rows without keys.
     """
     templates = layout.empty_grads(record, q, k, v, captures)
-    empty = _rows_without_keys(record, lse)
+    empty = _rows_without_keys(record, lse, k.shape[2], captures, ints)
     do, o, finite_lse = dout, out, lse.contiguous()
     if empty is not None:
         do, o = empty_rows.zero_rows(dout, empty), empty_rows.zero_rows(out, empty)
@@ -134,7 +140,7 @@ def backward(
         rule, replaced = record, None
         if not empty_rows.matters(record):  # a bias of -inf: NaN, as in eager code
             rule, replaced = record.with_(empty_rows="nan"), False
-        grads = empty_rows.finish_backward(rule, grads, dout, q, k, v, empty, replaced)
+        grads = empty_rows.finish_backward(rule, grads, dout, q, k, v, empty, replaced, lse)
     dcaptures = []
     for i, template in zip(record.grads, templates[3], strict=True):
         if i == record.sink:

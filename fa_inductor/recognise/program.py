@@ -327,10 +327,7 @@ class Reader:
         captures, ints = self.captures.items, self.captures.ints
         if self.masks:
             proof = self.masks.together()
-            if not proof.nonempty and sink is not None and not self.masks.only_infinite():
-                # eager code shares such a row between the keys and the sink; which gets it depends on the sink's value
-                raise Refusal(Code.EMPTY_ROWS, "a row may have no key but the sink, and the mask's fill is finite")
-            if not proof.nonempty and sink is None:
+            if not proof.nonempty and (sink is None or not self.masks.only_infinite()):
                 fill, mode, empty = self.masks.empty_rows(safe=b.safe, trained=self.trained)
             atoms, captures, ints = to_record(proof.atoms, self.mat, captures, ints)
         sizes = [group_size(resolve(g)) for g in (b.heads, b.kv_heads, b.d_axes, b.dv_axes)]

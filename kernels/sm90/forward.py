@@ -768,6 +768,16 @@ class ForwardKernel:
             total = total + cute.arch.shuffle_sync_bfly(total, 1)
             total = total + cute.arch.shuffle_sync_bfly(total, 2)
             top = row_max[r] if const_expr(v.premultiply) else row_max[r] * scale
+            if const_expr(v.empty == "mean"):
+                if total == 0.0:  # every key has the fill as its score
+                    total = Float32(1.0)
+                    top = Float32(NEG_INF)
+                    if const_expr(sink is not None):
+                        top = fill + cute.math.log2(Float32(keys), fastmath=True) * LN2
+                    for j in cutlass.range_constexpr(v.dim_v // 8):
+                        for e in cutlass.range_constexpr(2):
+                            if column + (8 * j + e) < vmean.shape[2]:
+                                o[4 * j + 2 * r + e] = vmean[b, h // group, column + (8 * j + e)]
             factor = Float32(1.0)
             if const_expr(sink is not None):
                 factor, total, top = _add_sink(sink[h].to(Float32), total, top)
@@ -778,13 +788,6 @@ class ForwardKernel:
             for j in cutlass.range_constexpr(v.dim_v // 8):
                 for e in cutlass.range_constexpr(2):
                     o[4 * j + 2 * r + e] = o[4 * j + 2 * r + e] * inverse
-            if const_expr(v.empty == "mean"):
-                if total == 0.0:
-                    log_sum = fill + cute.math.log2(Float32(keys), fastmath=True) * LN2
-                    for j in cutlass.range_constexpr(v.dim_v // 8):
-                        for e in cutlass.range_constexpr(2):
-                            if column + (8 * j + e) < vmean.shape[2]:
-                                o[4 * j + 2 * r + e] = vmean[b, h // group, column + (8 * j + e)]
             if column == 0:
                 if row < rows:
                     lse[b, h, row] = log_sum

@@ -285,8 +285,10 @@ def oracle(c: Case, q: Any, k: Any, v: Any, record: Attention, captures: Any, ki
         p = torch.softmax(s.to(work), -1).to(kind)
         lse = torch.logsumexp(s.to(work), -1)
     out = p @ v
-    if record.empty_rows == "zero" and seen is not None and record.sink is None:
-        out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    if seen is not None and record.sink is None:
+        lse = lse.masked_fill(~seen.any(-1), NEG_INF)
+        if record.empty_rows == "zero":
+            out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     return out, lse
 
 
