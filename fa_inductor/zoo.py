@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .zoo_models import BATCH, CORE, LENGTH, MODELS, VOCABULARY, Inhabitant
 
 ATTENTION = ("eager", "sdpa")
 MODES = ("inference", "training")
+SHAPES = ("static", "dynamic")
 BACKENDS = ("reference", "sdpa")
 MAX_RATIO, MEAN_RATIO = 2.0, 1.1
 FLOOR, GRADIENT_FLOOR = 4, 16
@@ -38,6 +40,7 @@ class Row:
     model: str
     attention: str
     mode: str
+    shapes: str
     found: int
     """Attention blocks of the graph."""
     rewritten: int
@@ -68,12 +71,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="every model of the zoo")
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION),
                         help="attn_implementation of the model (both)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="SHAPES",
+                        help="static, or dynamic: torch.compile(dynamic=True), run at two batch sizes and lengths "
+                             "(static; with --all both)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--json", metavar="PATH", type=Path, help="also write the table as JSON")
     parsed = parser.parse_args(argv)
     rows: list[Row] = []
-    print(_line("model", "attention", "mode", "blocks", "rewritten", "reference", "sdpa", "record"), flush=True)
-    for row in survey(list(MODELS) if parsed.all else parsed.models, parsed.attention, parsed.dtype):
+    print(_line("model", "attention", "mode", "shapes", "blocks", "rewritten", "reference", "sdpa", "record"), flush=True)
+    shapes = parsed.shapes or (SHAPES if parsed.all else SHAPES[:1])
+    for row in survey(list(MODELS) if parsed.all else parsed.models, parsed.attention, parsed.dtype, shapes):
         rows.append(row)
         for line in _lines(row):
             print(line, flush=True)
@@ -86,47 +93,52 @@ def main(argv: list[str]) -> int:
 
 
 def _line(*cells: Any) -> str:
-    widths = (8, 9, 9, 6, 9, 9, 12)
+    widths = (19, 9, 9, 7, 6, 9, 9, 12)
     return "  ".join([*(f"{c!s:<{w}}" for c, w in zip(cells, widths, strict=False)), str(cells[-1])]).rstrip()
 
 
 def _lines(row: Row) -> Iterator[str]:
     runs = {b: f"{x:.2f}" if x <= 1 else f"{x:.2f} !" for b, x in row.excess.items()}
-    yield _line(row.model, row.attention, row.mode, row.found, row.rewritten, runs["reference"],
+    yield _line(row.model, row.attention, row.mode, row.shapes, row.found, row.rewritten, runs["reference"],
                 f"{runs['sdpa']} ({row.sdpa}/{row.rewritten})", "; ".join(row.records))
     for reason in row.reasons:
         yield f"  {reason}"
 
 
-def survey(models: list[str], attention: list[str] | None = None, dtype: str = "float32") -> Iterator[Row]:
-    """One `Row` for each model, attention implementation and mode, as it is computed.
+def survey(models: list[str], attention: list[str] | None = None, dtype: str = "float32",
+           shapes: Iterable[str] = SHAPES[:1]) -> Iterator[Row]:
+    """One `Row` for each model, attention implementation, mode and kind of shapes, as it is computed.
 
     Args:
         models: names in `MODELS`.
         attention: of `ATTENTION`; both by default.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
+        shapes: of `SHAPES`.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in models:
         for implementation in attention or ATTENTION:
-            for mode in MODES:
+            for mode, kind in itertools.product(MODES, shapes):
                 if implementation in MODELS[name].attention:
-                    yield examine(name, implementation, mode, dtype)
+                    yield examine(name, implementation, mode, dtype, kind)
 
 
-def examine(name: str, attention: str, mode: str, dtype: str = "float32") -> Row:
+def examine(name: str, attention: str, mode: str, dtype: str = "float32", shapes: str = "static") -> Row:
     """Compile one model, run it on each backend and compare with its own eager code."""
     import torch
 
     import fa_inductor
 
     model = _build(name, attention, getattr(torch, dtype)).train(mode == "training")
-    inputs = _inputs(MODELS[name], getattr(torch, dtype))
-    exact = _results(model=copy.deepcopy(model).double(), inputs=_as_double(inputs), call=_call, mode=mode)
-    eager = _results(model, inputs, _call, mode)
+    sizes = [(BATCH, LENGTH)] if shapes == "static" else [(BATCH, LENGTH), (BATCH + 1, LENGTH - 5)]
+    cases = []
+    for batch, length in sizes:
+        inputs = _inputs(MODELS[name], getattr(torch, dtype), batch, length)
+        exact = _results(model=copy.deepcopy(model).double(), inputs=_as_double(inputs), call=_call, mode=mode)
+        cases.append((inputs, _results(model, inputs, _call, mode), exact))
     records: list[str] = []
-    compiled = torch.compile(_call, backend=_without_codegen(records))
+    compiled = torch.compile(_call, backend=_without_codegen(records), dynamic=shapes == "dynamic")
     excess: dict[str, float] = {}
     torch._dynamo.reset()
     fa_inductor.report(clear=True)
@@ -135,10 +147,11 @@ def examine(name: str, attention: str, mode: str, dtype: str = "float32") -> Row
           torch._functorch.config.patch(enable_autograd_cache=False)):
         for backend in BACKENDS:  # the operators choose their backend when they run
             with fa_inductor.options.patch(backend=backend):
-                excess[backend] = _excess(_results(model, inputs, compiled, mode), eager, exact)
+                excess[backend] = max(_excess(_results(model, inputs, compiled, mode), eager, exact)
+                                      for inputs, eager, exact in cases)
             if backend == "reference":
                 report = fa_inductor.report(clear=True)
-    return Row(name, attention, mode, report.found, report.rewritten,
+    return Row(name, attention, mode, shapes, report.found, report.rewritten,
                list(dict.fromkeys(b.words for b in report.blocks if b.words)),
                list(dict.fromkeys(f"{b.source}: {b.reason}" for b in report.blocks if b.reason is not None)),
                _fused(records), excess)
@@ -161,24 +174,29 @@ def _build(name: str, attention: str, dtype: Any) -> Any:
     return model.to(dtype)
 
 
-def _inputs(spec: Inhabitant, dtype: Any) -> dict[str, Any]:
+def _inputs(spec: Inhabitant, dtype: Any, batch: int = BATCH, length: int = LENGTH) -> dict[str, Any]:
     import torch
 
     g = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=g)
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=g)
     if spec.inputs == "pixels":
-        batch, side = spec.pixels
-        return {"pixel_values": torch.randn(batch, 3, side, side, generator=g).to(dtype)}
+        return {"pixel_values": torch.randn(batch, 3, spec.side, spec.side, generator=g).to(dtype)}
     if spec.inputs == "wave":
-        return {"input_values": torch.randn(BATCH, 800, generator=g).to(dtype)}
+        return {"input_values": torch.randn(batch, 50 * length, generator=g).to(dtype)}
     if spec.inputs == "audio":
-        audio = torch.randn(BATCH, 8, 2 * LENGTH, generator=g).to(dtype)
+        audio = torch.randn(batch, 8, 2 * LENGTH, generator=g).to(dtype)
         return {"input_features": audio, "decoder_input_ids": ids, "use_cache": False}
     more: dict[str, Any] = {}
     if spec.inputs == "pair":
-        more["decoder_input_ids"] = ids[:, : LENGTH - 4]
-    if spec.inputs in ("padded", "pair"):
-        more["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])).long()
+        more["decoder_input_ids"] = ids[:, : length - 4]
+    if spec.inputs in ("padded", "pair", "left"):
+        start, stop = torch.zeros(batch, 1), torch.full((batch, 1), length)
+        if spec.inputs == "left":
+            start[1] = 3
+        else:
+            stop[1] = 9
+        at = torch.arange(length)
+        more["attention_mask"] = ((at >= start) & (at < stop)).long()
     return {"input_ids": ids, **more, **({"use_cache": False} if spec.cache else {})}
 
 

@@ -14,12 +14,12 @@ class Inhabitant:
     config: str
     options: dict[str, Any] = field(hash=False)
     inputs: str = "ids"
-    """``ids``, ``padded`` (ids and a padding mask), ``pair`` (padded encoder, decoder ids), ``pixels``, ``audio``
-    (mel spectrogram and decoder ids) or ``wave``."""
+    """``ids``, ``padded`` and ``left`` (ids and a mask of padding on the right or left), ``pair`` (padded encoder,
+    decoder ids), ``pixels``, ``audio`` (mel spectrogram and decoder ids) or ``wave``."""
     cache: bool = True
     """The model takes ``use_cache``."""
-    pixels: tuple[int, int] = (BATCH, 32)
-    """Batch and image side for ``pixels``."""
+    side: int = 32
+    """Of the images, in pixels."""
     attention: tuple[str, ...] = ("eager", "sdpa")
     """Implementations that the model has in transformers."""
 
@@ -81,6 +81,10 @@ MODELS: dict[str, Inhabitant] = {
     "olmo2": Inhabitant("Olmo2Config", _GROUPED),
     "gpt_oss": Inhabitant("GptOssConfig", dict(**_GROUPED, **_EXPERTS, head_dim=8, sliding_window=4),
                           attention=("eager",)),
+    "gpt_oss_padded": Inhabitant("GptOssConfig", dict(**_GROUPED, **_EXPERTS, head_dim=8, sliding_window=4), "left",
+                                 attention=("eager",)),
+    "llama_padded": Inhabitant("LlamaConfig", _GROUPED, "left"),
+    "mistral_padded": Inhabitant("MistralConfig", dict(**_GROUPED, sliding_window=4), "left"),
     "deepseek_v3": Inhabitant("DeepseekV3Config", dict(
         **_TEXT, moe_intermediate_size=16, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
         num_experts_per_tok=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)),
@@ -100,14 +104,13 @@ MODELS: dict[str, Inhabitant] = {
     "clip_vision_model": Inhabitant("CLIPVisionConfig", _VISION, "pixels", cache=False),
     "siglip_vision_model": Inhabitant("SiglipVisionConfig", _VISION, "pixels", cache=False),
     "dinov2": Inhabitant("Dinov2Config", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                              image_size=28, patch_size=7, **_STILL), "pixels", cache=False,
-                         pixels=(BATCH, 28)),
+                                              image_size=28, patch_size=7, **_STILL), "pixels", cache=False, side=28),
     "swin": Inhabitant("SwinConfig", dict(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
                                           window_size=4, drop_path_rate=0.0, **_STILL), "pixels", cache=False,
                        attention=("eager",)),
     "sam_vision_model": Inhabitant("SamVisionConfig", dict(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8, window_size=4,
-        global_attn_indexes=[1], output_channels=16, mlp_dim=32), "pixels", cache=False, pixels=(1, 64)),
+        global_attn_indexes=[1], output_channels=16, mlp_dim=32), "pixels", cache=False, side=64),
     "wav2vec2": Inhabitant("Wav2Vec2Config", dict(
         **_SMALL, conv_dim=[16, 16], conv_stride=[5, 4], conv_kernel=[10, 4], num_feat_extract_layers=2,
         num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, attention_dropout=0.0, hidden_dropout=0.0,

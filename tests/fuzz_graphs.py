@@ -31,6 +31,7 @@ from torch import Tensor
 
 import fa_inductor
 from fa_inductor.fingerprint import source_hash
+from fa_inductor.reasons import Code
 
 BATCH = 10
 MODES = [(False, False), (True, False)] * 11 + [(False, True), (True, True)]
@@ -214,6 +215,8 @@ def run_compiled(cases: Sequence[Case], rewrite: bool = True) -> list[str]:
             match = re.search(r"program_(\d+)$", block.source)
             if match and block.outcome != "not attention":
                 cases[int(match[1])].codes.append("rewritten" if block.reason is None else block.reason.code.code)
+                if block.reason is not None and block.reason.code is Code.INTERNAL:
+                    wrong[int(match[1])] = wrong[int(match[1])] or str(block.reason)
     return wrong
 
 

@@ -37,9 +37,10 @@ def test_table_and_json(capsys, tmp_path):
     path = tmp_path / "zoo.json"
     assert zoo.main(["--models", "bert", "--attention", "eager", "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["model", "attention", "mode", "blocks", "rewritten", "reference", "sdpa", "record"]
-    assert lines[1].split()[:5] == ["bert", "eager", "inference", "2", "2"] and "key padding" in lines[1]
-    assert lines[2].split()[:5] == ["bert", "eager", "training", "2", "2"]
+    assert lines[0].split() == ["model", "attention", "mode", "shapes", "blocks", "rewritten",
+                                "reference", "sdpa", "record"]
+    assert lines[1].split()[:6] == ["bert", "eager", "inference", "static", "2", "2"] and "key padding" in lines[1]
+    assert lines[2].split()[:6] == ["bert", "eager", "training", "static", "2", "2"]
     assert lines[3].startswith("4 of 4 attention blocks rewritten, float32")
     rows = json.loads(path.read_text())
     assert [(r["model"], r["mode"], r["found"], r["rewritten"], r["reasons"]) for r in rows] == [
