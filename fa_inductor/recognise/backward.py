@@ -197,11 +197,20 @@ def leftovers(block: Block, region: Region, found: Backward | None, position: di
     sizes = {product(shape_of(val(n))) for n in (chain_of(block).path.product, chain_of(block).softmax.x)}
     return [n for n in todo if n not in dead and is_tensor(n) and product(shape_of(val(n))) in sizes
             and target(n) not in CONSTANTS
-            and not _is_source_view(n, block)]
+            and not _is_source_view(n, block) and not _is_view_of(n, replaced)]
 
 
 def _is_source_view(n: Node, block: Block) -> bool:
     return n in block.q.chain or n in block.k.chain or n in block.v.chain
+
+
+def _is_view_of(n: Any, replaced: set[Node]) -> bool:
+    """A view of a result that is replaced is a view of what replaces it."""
+    while target(n) in VIEWS:
+        n = n.args[0]
+        if n in replaced:
+            return True
+    return False
 
 
 # -- tracing ---------------------------------------------------------------------------------------------------------
