@@ -119,8 +119,6 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
     """
     x = sm.x
     shape = shape_of(val(x))
-    if len(shape) < 2:
-        return None
     if 0 in shape:
         raise Refusal(Code.SIZE, "a dimension of the scores is empty")
     dims = fresh(shape, "s")
