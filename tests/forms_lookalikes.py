@@ -169,7 +169,7 @@ def relative_shift(q, k, v):  # transformer-xl
     return s.view(b, h, m, n)[:, :, 1:].reshape(b, h, n, m - 1).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_sorted(q, k, v):
     return (qk(q, k) * 0.3).sort(-1).values.softmax(-1) @ v
 
@@ -230,7 +230,7 @@ def own_threshold(q, k, v):
     return torch.where(s > 0, s, torch.full((), INF, dtype=s.dtype)).softmax(-1) @ v
 
 
-@form(Code.NO_QK, X, Arg("hh"))
+@form(Code.SCORE_OP, X, Arg("hh"))
 def talking_heads_before(q, k, v, w):
     return torch.einsum("bhqk,hg->bgqk", qk(q, k) * 0.3, w).softmax(-1) @ v
 

@@ -1,12 +1,13 @@
 """The way up: from the softmax's input, through pointwise operations and views, to the product QK^T."""
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 from torch.fx import Node
 
 from ..reasons import Code, Refusal
-from .axes import AxesError, Axis, Dims, broadcast_operand, resolve, shape_of
+from .axes import AxesError, Axis, Dims, broadcast_operand, product, resolve, shape_of
 from .nodes import CASTS, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
 from .softmax import row_max_of
 
@@ -134,7 +135,8 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
     if not found:
         return None
     if len(found) > 1:
-        raise Refusal(Code.SCORE_OP, f"two products meet in {node.name}")
+        one = len({path.product for _, path in found}) == 1
+        raise Refusal(Code.SCORE_OP, f"{'the scores meet themselves' if one else 'two products meet'} in {node.name}")
     i, path = found[0]
     path.steps.insert(0, Step(node, name, i, dims))
     path.members.insert(0, node)
@@ -142,24 +144,31 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
 
 
 def _blocking(x: Node) -> Node | None:
-    """The first operation on the way up that is not pointwise, when a product of score size lies behind it."""
+    """The first operation on the way up that is not pointwise, when a product of score size lies behind it.
+
+    A product is one such operation: it mixes the heads of scores, or their keys.
+    """
     seen: set[Node] = set()
     todo: list[tuple[Node, Node | None]] = [(x, None)]
+    least, size = val(x).dim() - 1, product(shape_of(val(x)))
     while todo and len(seen) < MAX_STEPS:
         node, first = todo.pop(0)
-        if node in seen or not is_tensor(node) or val(node).numel() == 0:
+        t = target(node)
+        if node in seen or t is None:
             continue
         seen.add(node)
-        t = target(node)
+        if is_tensor(node) and 0 in shape_of(val(node)):
+            continue
         if t in PRODUCTS or t in ADDED_PRODUCTS:
-            if first is not None:
+            if first is not None and (target(first) not in PRODUCTS or product(shape_of(val(node))) == size):
                 return first
+            todo += [(a, first or node) for a in factors(node) if is_tensor(a)]
             continue
-        if t is None:
-            continue
-        if first is None and t not in VIEWS and not is_rounding(node) and t not in POINTWISE:
+        if first is None and t is not operator.getitem and t not in VIEWS and not is_rounding(node) \
+                and t not in POINTWISE:
             first = node
-        todo += [(a, first) for a in node.all_input_nodes if is_tensor(a) and val(a).dim() >= val(x).dim() - 1]
+        todo += [(a, first) for a in node.all_input_nodes
+                 if (val(a).dim() >= least or target(a) in PRODUCTS if is_tensor(a) else t is operator.getitem)]
     return None
 
 
