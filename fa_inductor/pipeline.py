@@ -58,6 +58,8 @@ class _Pass:
         self.backward = backward_nodes(graph)
         self.position = {n: i for i, n in enumerate(graph.nodes)}
         self.accepted = 0
+        self._outputs: set[Node] = set()
+        """The products PV of the blocks accepted so far."""
         self._joint: Joint | None = None
         self._evaluators: dict[tuple[str, ...], tuple[Evaluator, Materialiser]] = {}
 
@@ -94,6 +96,8 @@ class _Pass:
                 plan.block = build_block(anchor, self.backward)
                 if plan.block is None:
                     return None
+                if plan.block.chain is not None and plan.block.chain.path.product in self._outputs:
+                    raise Refusal(Code.NO_QK, "their product is the output of another block")
                 self._pair(plan.block, plan)
             else:
                 plan.block = build_sdpa_block(anchor)
@@ -150,7 +154,10 @@ class _Pass:
         if plan.reason is None and options.max_rewrites is not None:
             if _rewrites + self.accepted >= options.max_rewrites:
                 plan.reason = Reason(Code.LIMIT)
-        self.accepted += plan.reason is None
+        if plan.reason is None:
+            self.accepted += 1
+            if block.chain is not None:
+                self._outputs.add(block.chain.values.product)
 
     def _site(self, block: Block, plan: _Plan) -> guards.Site:
         device = val(block.q.node).device
