@@ -105,13 +105,13 @@ def weights_for_two_values(q, k, v):
     return p @ v, p @ v.flip(-1)
 
 
-@form(Code.SOFTMAX_DIM, S)
+@form(Code.WEIGHTS_USED, S)
 def weights_squared_by_product(q, k, v):
     p = (qk(q, k) * 0.3).softmax(-1)
     return p @ p @ v
 
 
-@form(Code.SOFTMAX_DIM, S)
+@form(Code.WEIGHTS_USED, S)
 def weights_times_weights(q, k, v):
     p = (qk(q, k) * 0.3).softmax(-1)
     return p @ p
@@ -169,7 +169,7 @@ def weights_averaged_over_heads(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1).mean(1) @ v
 
 
-@form(Code.SOFTMAX_DIM, X, Arg("hh"))
+@form(Code.PROB_OP, X, Arg("hh"))
 def talking_heads_after(q, k, v, w):
     return torch.einsum("bhqk,hg->bgqk", (qk(q, k) * 0.3).softmax(-1), w) @ v
 

@@ -1,17 +1,21 @@
 """The way down: from the probabilities to the product PV."""
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 from torch.fx import Node
 
 from ..reasons import Code, Refusal
-from .axes import Axis, Dims, Group, resolve, shape_of
+from .axes import Axis, Dims, Group, Size, fresh, resolve, shape_of
 from .nodes import CASTS, COPIES, VIEWS, aten, constant, is_rounding, is_tensor, push, target, val
 from .operands import is_dropout_mask
-from .scores import POINTWISE, PRODUCTS
+from .scores import PRODUCTS
 from .sink import cuts_column, without_column
 from .softmax import Softmax, safe_row_test
+
+_PICKS = {operator.getitem, aten.topk.default, aten.sort.default, aten.argmax.default}
+"""Choose among the probabilities, and change the shape."""
 
 
 @dataclass
@@ -53,7 +57,8 @@ def find_values(sm: Softmax, dims: Dims, k_axes: set[Axis], backward: set[Node],
             raise blocked[0]
         return None
     if blocked:
-        raise blocked[0]
+        dropped = [r for r in blocked if r.reason.code == Code.DROPOUT]
+        raise dropped[0] if dropped else Refusal(Code.WEIGHTS_USED, blocked[0].reason.detail)
     if len(found) > 1:
         raise Refusal(Code.WEIGHTS_USED, f"{len(found)} products use them")
     if others:
@@ -91,13 +96,15 @@ def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[
             keys = set(resolve(k_axes))
             if set(resolve(contracted)) == keys and len(resolve(contracted)) == len(keys):
                 found.append(ValuePath(user, sides[0], dims, safe, list(members), list(extra)))
+            elif _meets_values_later(user, (*dims[:-2], *_product_rows(dims, sides[0])), keys, backward):
+                blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
             else:
                 blocked.append(Refusal(Code.SOFTMAX_DIM))
             continue
         if t in VIEWS:
             out = push(user, dims)
             if out is None:
-                if t is aten.expand.default or _leads_to_product(user, backward):
+                if t is aten.expand.default or _leads_to_product(user, backward, shape_of(val(node))):
                     blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
                 else:
                     others.append(user)
@@ -116,28 +123,62 @@ def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[
             if is_dropout_mask(user):
                 blocked.append(Refusal(Code.DROPOUT))
                 continue
-            if _leads_to_product(user, backward):
+            if _leads_to_product(user, backward, shape_of(val(node))):
                 blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
                 continue
-        elif user.op != "output" and _leads_to_product(user, backward):
+        elif user.op != "output" and _leads_to_product(user, backward, shape_of(val(node))):
             blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
             continue
         others.append(user)
 
 
-def _leads_to_product(node: Node, backward: set[Node], depth: int = 8) -> bool:
-    """A matrix product lies a few pointwise or view steps below: this was meant as attention."""
+def _product_rows(dims: Dims, side: int) -> Dims:
+    """The last two dims of a product with the probabilities on ``side``; what the other operand brings has no axes."""
+    return (dims[-2], ()) if side == 0 else ((), dims[-1])
+
+
+def _meets_values_later(node: Node, dims: Dims, keys: set[Axis], backward: set[Node], depth: int = 8) -> bool:
+    """Whether a product that leaves the keys alone, as one over the heads does, is followed by one that sums over them.
+
+    ``dims`` are the axes of ``node`` as far as they come from the probabilities.
+    """
+    shape = shape_of(val(node))
+    if depth == 0 or not keys <= {a for g in dims for a in resolve(g)}:
+        return False
+    whole = tuple(g or fresh((n,), "p")[0] for g, n in zip(dims, shape, strict=True))
+    for user in node.users:
+        if user in backward:
+            continue
+        if target(user) in PRODUCTS:
+            if set(resolve(whole[-1] if user.args[0] is node else whole[-2])) == keys:
+                return True
+            continue
+        out = whole if is_rounding(user) else push(user, whole)
+        if out is not None and _meets_values_later(user, out, keys, backward, depth - 1):
+            return True
+    return False
+
+
+def _leads_to_product(node: Node, backward: set[Node], full: tuple[Size, ...], picked: bool = False,
+                      depth: int = 8) -> bool:
+    """A matrix product lies a few steps below that keep the shape, or pick and put back: this was meant as attention.
+
+    Args:
+        full: shape of the probabilities.
+        picked: what arrives at ``node`` is a choice among them (a router's) and no matrix of weights.
+    """
+    picked |= target(node) in _PICKS
     if depth == 0 or node in backward:
         return False
+    shape = shape_of(val(node)) if is_tensor(node) else None
     for u in node.users:
+        t = target(u)
         if u in backward:
             continue
-        if target(u) in PRODUCTS:
+        if t in PRODUCTS and not picked:
             return True
-        if not is_tensor(u) or not is_tensor(node):
-            continue
-        passes = target(u) in VIEWS or target(u) in CASTS or (
-            target(u) in POINTWISE and shape_of(val(u)) == shape_of(val(node)))
-        if passes and _leads_to_product(u, backward, depth - 1):
+        now = shape_of(val(u)) if is_tensor(u) else None
+        if (t in _PICKS or now is not None and (t in VIEWS or t in CASTS or now in (shape, full))) \
+                and _leads_to_product(u, backward, full, picked and now != full, depth - 1):
             return True
     return False
