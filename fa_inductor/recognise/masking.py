@@ -41,6 +41,8 @@ class Masks:
         self.finite_fill = False
         self.hazard = False
         """A bias that may be as low as a mask's fill is in the program: it could lift masked keys over visible ones."""
+        self._trained_after_fill = False
+        """A tensor whose gradient is needed was added to what a mask had filled in."""
         self._shifted_after: int | None = None
         self._changed_after_shift = False
         """Something was masked or added after a row maximum was subtracted, which makes 0 of a finite fill."""
@@ -94,6 +96,10 @@ class Masks:
         for m in self.items:
             m.eps = max(m.eps, torch.finfo(dtype).eps)
 
+    def differentiated(self) -> None:
+        """What is added has a gradient, which the positions filled in before pass on."""
+        self._trained_after_fill |= any(m.mode == "replace" for m in self.items)
+
     def shift(self) -> None:
         """A row's maximum over the keys is subtracted from it."""
         self._shifted_after = len(self.items)
@@ -125,6 +131,8 @@ class Masks:
         """
         modes = {m.mode for m in self.items}
         fills = {f for m in self.items for f in m.fills}
+        if self._trained_after_fill:  # the operator gives such a row no gradient
+            raise Refusal(Code.GRAD_CAPTURE, "it is added to rows that a mask may have filled as a whole")
         if self._shifted_after and self._changed_after_shift:
             raise Refusal(Code.MASK_FILL, "a row maximum is subtracted between two masks")
         if fills == {float("-inf")}:

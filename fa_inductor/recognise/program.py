@@ -259,6 +259,7 @@ class Reader:
         if other in self.wanted:
             if abs(factor) != 1.0:
                 raise Refusal(Code.GRAD_CAPTURE, f"{other.name} is added with a factor")
+            self.masks.differentiated()
             self._plus(self.captures.differentiable(step, other), "add" if factor > 0 else "sub")
             return
         if factor != 1.0:
@@ -295,7 +296,7 @@ class Reader:
     def _select(self, step: Step, cond: Any, other: Any, *, attend: bool) -> None:
         """The score where ``cond`` is ``attend``, the constant ``other`` elsewhere."""
         fill = constant(other)
-        if cond in self.block.inner:
+        if cond in self.block.inner and constant(cond) is None:
             raise Refusal(Code.SCORE_USED, f"{cond.name} is computed from them")
         if fill is None or not is_tensor(cond):
             raise Refusal(Code.SCORE_OP, "where between the scores and a tensor")
