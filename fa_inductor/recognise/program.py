@@ -32,7 +32,7 @@ from .captures import Arranged, Captures, only_inputs
 from .masking import Masks, rounded
 from .nodes import arg, aten, constant, is_tensor, val
 from .scores import Step
-from .softmax import row_max_of
+from .softmax import row_max_of, same
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
 _NEVER_REACHED = -1e30
@@ -344,4 +344,5 @@ def _is_row_max_of_keys(step: Step, block: Block) -> bool:
     if m is None:
         return False
     dims = step.dims if val(m[0]).dim() == len(step.dims) else None
-    return dims is not None and set(resolve(dims[m[1]])) == set(resolve(block.k_axes)) and m[0] is step.node.args[0]
+    return dims is not None and set(resolve(dims[m[1]])) == set(resolve(block.k_axes)) and same(
+        m[0], step.node.args[0])  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from torch.fx import Node
 from ..reasons import Code, Refusal
 from .axes import AxesError, Axis, Dims, broadcast_operand, product, resolve, shape_of
 from .nodes import CASTS, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
-from .softmax import row_max_of
+from .softmax import row_max_of, same
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
 ADDED_PRODUCTS = {aten.baddbmm.default, aten.addmm.default}
@@ -178,4 +178,4 @@ def is_row_max(node: Node) -> bool:
     src = node.args[0]
     while target(src) in VIEWS:
         src = src.args[0]
-    return m is not None and (m[0] is node.args[0] or m[0] is src)
+    return m is not None and (same(m[0], node.args[0]) or m[0] is src)  # type: ignore[arg-type]

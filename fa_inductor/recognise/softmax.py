@@ -59,12 +59,13 @@ def _exp_of(e: Node) -> tuple[Node, int | None, list[Node]] | None:
     y = e.args[0]
     if target(y) is aten.sub.Tensor and not y.kwargs:
         m = row_max_of(y.args[1])
-        if m is not None and _same(m[0], y.args[0]):
+        if m is not None and same(m[0], y.args[0]):
             return y.args[0], m[1], [y, e, *_chain(y.args[1], m[0])]
     return y, None, [e]
 
 
-def _same(a: Node, b: Node) -> bool:
+def same(a: Node, b: Node) -> bool:
+    """Whether two nodes differ by copies alone; ``detach`` is one."""
     return _through(a, COPIES) is _through(b, COPIES)
 
 
@@ -97,7 +98,7 @@ def match_softmax(node: Node) -> Softmax | None:
         return None
     if not isinstance(e, Node) or target(s) is not aten.sum.dim_IntList:
         return None
-    if not _same(s.args[0], e):
+    if not same(s.args[0], e):
         return None
     d = _dim(s)
     e0 = _through(e, COPIES)
@@ -154,7 +155,7 @@ def safe_row_test(cond: object, x: Node, dim: int) -> list[Node] | None:
         if t in (aten.logical_not.default, aten.bitwise_not.default):
             negations += 1
         if t in (aten.eq.Scalar, aten.ne.Scalar):
-            if n.args[1] != float("-inf") or not _same(n.args[0], x):  # type: ignore[attr-defined]
+            if n.args[1] != float("-inf") or not same(n.args[0], x):  # type: ignore[attr-defined]
                 return None
             kinds = [target(m) for m in members]
             has_any = aten.any.dim in kinds or aten.any.dims in kinds
