@@ -230,7 +230,7 @@ def _validate(plan: _Plan, rewriter: Rewriter) -> None:
     from .validate import CannotValidate, difference
 
     try:
-        found = difference(rewriter.pairs, rewriter.leaves)
+        found = difference(rewriter.pairs, rewriter.leaves, plan.program.record)
     except CannotValidate as e:
         plan.note = f"not validated: {e}"
         return

@@ -30,16 +30,31 @@ class CannotValidate(Exception):
     """The code cannot be run here: too large, or it draws random numbers."""
 
 
-def difference(pairs: Iterable[tuple[Node, Node]], leaves: Iterable[Node]) -> str | None:
+def difference(pairs: Iterable[tuple[Node, Node]], leaves: Iterable[Node], record: Attention) -> str | None:
     """What is different between each old node and the new one that took its place; None when nothing is.
 
     Args:
         leaves: nodes that get random values instead of being computed.
+        record: of the rewrite; when it says what a row without keys gives, a second run has such rows.
 
     Raises:
         CannotValidate: see there.
     """
-    run = _Run(leaves)
+    pairs, leaves = list(pairs), list(leaves)
+    for uniform in (False, True) if _has_empty_rows(record) else (False,):
+        found = _differs(_Run(leaves, uniform), pairs)
+        if found is not None:
+            return found + " (rows without keys)" * uniform
+    return None
+
+
+def _has_empty_rows(record: Attention) -> bool:
+    """Whether rows without keys can be compared: a fill that only a narrow dtype's rounding makes uniform is not one
+    in float64."""
+    return record.empty_rows != "never" and (record.empty_rows != "mean" or record.fill < -1e21)
+
+
+def _differs(run: _Run, pairs: Iterable[tuple[Node, Node]]) -> str | None:
     for old, new in pairs:
         a, b = run.value(old), run.value(new)
         if a.shape != b.shape:
@@ -53,9 +68,14 @@ def difference(pairs: Iterable[tuple[Node, Node]], leaves: Iterable[Node]) -> st
 
 
 class _Run:
-    """Evaluates nodes of one graph, each once."""
+    """Evaluates nodes of one graph, each once.
 
-    def __init__(self, leaves: Iterable[Node]) -> None:
+    Args:
+        uniform: of what masks are made of, the first row along the last dimension is all zeros, the next all ones.
+    """
+
+    def __init__(self, leaves: Iterable[Node], uniform: bool) -> None:
+        self.uniform = uniform
         self.generator = torch.Generator().manual_seed(0)
         self.values: dict[Node, Any] = {}
         for n in map(_root, leaves):
@@ -87,7 +107,11 @@ class _Run:
             return torch.randn(shape, generator=self.generator, dtype=torch.float64)
         if t.dtype.is_complex:
             raise CannotValidate("complex numbers")
-        return (torch.rand(shape, generator=self.generator) < 0.7).to(t.dtype)
+        drawn = (torch.rand(shape, generator=self.generator) < 0.7).to(t.dtype)
+        if self.uniform and drawn.dim() > 0:
+            rows = drawn.view(-1, shape[-1])
+            rows[:1], rows[1:2] = 0, 1
+        return drawn
 
     def _compute(self, n: Node) -> Any:
         v = n.meta.get("val")
