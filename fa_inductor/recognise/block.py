@@ -127,7 +127,12 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
         return None
     column = find_sink(sm)
     if column is None:
-        values = find_values(sm, dims, set(k_top), backward)
+        try:
+            values = find_values(sm, dims, set(k_top), backward)
+        except Refusal as r:
+            if r.reason.code == Code.PROB_OP:  # without a product of queries and keys, that is the reason
+                find_scores(x, dims, set(k_top))
+            raise
         if values is None:
             return None
         return _assemble(sm, dims, find_scores(x, dims, set(k_top)), values, backward)
