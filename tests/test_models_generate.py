@@ -13,18 +13,16 @@ transformers = pytest.importorskip("transformers")
 
 CHUNKS = (6, 3, 1, 1, 1)
 LENGTH = sum(CHUNKS)
-TINY: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+TINY: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
                             intermediate_size=32, vocab_size=64, head_dim=8)
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama": TINY, "Mistral": TINY | {"sliding_window": 4}, "Gemma2": TINY | {"sliding_window": 4},
-    "GptOss": TINY | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Llama": TINY, "Mistral": TINY | {"sliding_window": 4},
+    "Gemma2": TINY | {"sliding_window": 4, "num_hidden_layers": 2},  # one layer with a window, one without
 }
 CASES = [
     ("Llama", "eager", "static", None, False), ("Llama", "sdpa", "static", True, True),
-    ("Llama", "eager", "dynamic", True, True), ("Llama", "sdpa", "dynamic", None, False),
-    ("Mistral", "eager", "static", None, True), ("Mistral", "sdpa", "dynamic", True, False),
-    ("Gemma2", "eager", "static", None, False), ("Gemma2", "eager", "dynamic", True, True),
-    ("GptOss", "eager", "static", None, True), ("GptOss", "eager", "dynamic", True, True),
+    ("Llama", "sdpa", "dynamic", None, False), ("Mistral", "eager", "static", None, True),
+    ("Mistral", "sdpa", "dynamic", True, False), ("Gemma2", "eager", "static", None, False),
 ]
 
 
@@ -33,8 +31,6 @@ def test_prefill_and_decoding(name: str, attention: str, kind: str, dynamic: boo
     """A key is visible by its position in the cache, which a tensor or a symbolic size says."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     ids = torch.randint(3, 64, (2, LENGTH))
     mask = torch.ones(2, LENGTH, dtype=torch.long)
@@ -60,5 +56,5 @@ def test_prefill_and_decoding(name: str, attention: str, kind: str, dynamic: boo
             compiled = Compiled(step, dynamic=dynamic)
             got = generate(compiled.fn)
             report = fa_inductor.report(clear=True)
-    assert report.rewritten == report.found >= 2 * 3, str(report)
+    assert report.rewritten == report.found >= 3 * config.num_hidden_layers, str(report)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

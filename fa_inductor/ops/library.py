@@ -60,6 +60,9 @@ def _parse(record: str, q: Tensor, k: Tensor, v: Tensor) -> Attention:
             raise ValueError(f"{name} is {tuple(t.shape)}, the record says [B, {heads}, S, {dim}]")
         if t.dtype != layout.DTYPES[a.dtype]:
             raise ValueError(f"{name} is {t.dtype}, the record says {a.dtype}")
+    keys, values = k.shape[2], v.shape[2]
+    if isinstance(keys, int) and isinstance(values, int) and keys != values:  # no guard of a symbol
+        raise ValueError(f"k has {keys} positions and v has {values}")
     return a
 
 

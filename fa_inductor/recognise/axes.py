@@ -71,11 +71,22 @@ class Axis:
     def __init__(self, size: Size, name: str = "") -> None:
         self.size = size
         self.name = name
-        self.parts: tuple[Axis, Axis] | None = None
+        self.parts: tuple[Axis, ...] | None = None
 
     def split(self, outer: Size, inner: Size) -> tuple[Axis, Axis]:
-        self.parts = (Axis(outer, self.name + "0"), Axis(inner, self.name + "1"))
-        return self.parts
+        parts = (Axis(outer, self.name + "0"), Axis(inner, self.name + "1"))
+        self.parts = parts
+        return parts
+
+    def become(self, other: Axis) -> None:
+        """This axis and ``other`` are one, though their sizes are two symbols.
+
+        Raises:
+            AxesError: this one has been split.
+        """
+        if self.parts is not None:
+            raise AxesError(f"{self!r} was split and is to be {other!r}")
+        self.parts = (other,)
 
     def __repr__(self) -> str:
         return f"{self.name or 'axis'}:{self.size}"

@@ -130,7 +130,7 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
         try:
             values = find_values(sm, dims, set(k_top), backward)
         except Refusal as r:
-            if r.reason.code == Code.PROB_OP:  # without a product of queries and keys, that is the reason
+            if r.reason.code in (Code.PROB_OP, Code.NOT_ATTENTION):  # without a product of queries and keys, that is the reason
                 find_scores(x, dims, set(k_top))
             raise
         if values is None:

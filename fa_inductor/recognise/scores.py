@@ -168,7 +168,8 @@ def _blocking(x: Node) -> Node | None:
                 and t not in POINTWISE:
             first = node
         todo += [(a, first) for a in node.all_input_nodes
-                 if (val(a).dim() >= least or target(a) in PRODUCTS if is_tensor(a) else t is operator.getitem)]
+                 if (val(a).dim() >= least or target(a) in PRODUCTS or product(shape_of(val(a))) == size
+                     if is_tensor(a) else t is operator.getitem)]
     return None
 
 

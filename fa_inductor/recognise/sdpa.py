@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ..reasons import Code, Refusal
-from .axes import Axis, Dims, fresh, quotient, resolve, shape_of
+from .axes import AxesError, Axis, Dims, fresh, quotient, resolve, shape_of
 from .backward import Backward, Joint, gradient_through
 from .block import Block, check
 from .nodes import arg, aten, is_tensor, target, val
@@ -71,10 +71,20 @@ def build_sdpa_block(node: Node) -> Block:
     kshape, vshape = shape_of(val(k)), shape_of(val(v))
     heads, kv_heads = shape_of(val(q))[1], kshape[1]
     kd = _key_dims(qd, heads, kv_heads, kshape)
-    vd: Dims = (kd[0], kd[1], kd[2], () if vshape[3] == 1 else (Axis(vshape[3], "e"),))
+    keys = kd[2]
+    if vshape[2] != kshape[2]:  # the operator needs them equal, but a graph may know each by a symbol of its own
+        if 1 in (vshape[2], kshape[2]) or isinstance(vshape[2], int) and isinstance(kshape[2], int):
+            raise Refusal(Code.RANK, "K and V differ in length")
+        keys = (Axis(vshape[2], "v"),)
+    vd: Dims = (kd[0], kd[1], keys, () if vshape[3] == 1 else (Axis(vshape[3], "e"),))
     out_dims: Dims = (qd[0], qd[1], qd[2], vd[3])
 
     operands = [trace_operand(n, d, scales=False, casts=False) for n, d in ((q, qd), (k, kd), (v, vd))]
+    if keys != kd[2]:
+        try:
+            keys[0].become(kd[2][0])
+        except AxesError as e:
+            raise Refusal(Code.RANK, str(e)) from e
     shared = [a for a in resolve(qd[1]) if any(o.depends(a) for o in operands[1:])]
     group = tuple(a for a in resolve(qd[1]) if a not in shared)
     scale = node.kwargs.get("scale")

@@ -10,7 +10,7 @@ from ..reasons import Code, Refusal
 from .axes import Axis, Dims, Group, Size, fresh, resolve, shape_of
 from .nodes import CASTS, COPIES, VIEWS, aten, constant, is_rounding, is_tensor, push, target, val
 from .operands import is_dropout_mask
-from .scores import PRODUCTS
+from .scores import ADDED_PRODUCTS, PRODUCTS
 from .sink import cuts_column, without_column
 from .softmax import Softmax, safe_row_test
 
@@ -76,6 +76,8 @@ def _cut(sm: Softmax, backward: set[Node]) -> tuple[Node, list[Node]]:
         node = users[0]
         if cuts_column(node, sm.dim):
             return node, members
+        if target(node) in PRODUCTS or target(node) in VIEWS - COPIES - {aten.slice.Tensor}:
+            raise Refusal(Code.SCORE_OP, "the column beside the scores is not cut off: it has a value, as keys have")
         if not is_rounding(node) and target(node) not in COPIES:
             raise Refusal(Code.PROB_OP, f"{node.name} ({node.target})")
         members.append(node)
@@ -100,6 +102,9 @@ def _down(sm: Softmax, node: Node, dims: Dims, k_axes: set[Axis], backward: set[
                 blocked.append(Refusal(Code.PROB_OP, f"{user.name} ({user.target})"))
             else:
                 blocked.append(Refusal(Code.SOFTMAX_DIM))
+            continue
+        if t in ADDED_PRODUCTS and node in user.args[1:3]:
+            blocked.append(Refusal(Code.NOT_ATTENTION, f"{user.name} adds a tensor to the product with the values"))
             continue
         if t in VIEWS:
             out = push(user, dims)
@@ -175,10 +180,10 @@ def _leads_to_product(node: Node, backward: set[Node], full: tuple[Size, ...], p
         t = target(u)
         if u in backward:
             continue
-        if t in PRODUCTS and not picked:
+        if (t in PRODUCTS or t in ADDED_PRODUCTS) and not picked:
             return True
         now = shape_of(val(u)) if is_tensor(u) else None
-        if (t in _PICKS or now is not None and (t in VIEWS or t in CASTS or now in (shape, full))) \
+        if (t in _PICKS or now is not None and (t in VIEWS or t in CASTS or t is aten.cat.default or now in (shape, full))) \
                 and _leads_to_product(u, backward, full, picked and now != full, depth - 1):
             return True
     return False
