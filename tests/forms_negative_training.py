@@ -272,11 +272,6 @@ def absolute_scores(q, k, v):
     return half(q, k).abs().softmax(-1) @ v
 
 
-@form(1, X, modes=BOTH)
-def exponential_of_the_scores(q, k, v):
-    return half(q, k).clamp(max=1e30).exp().softmax(-1) @ v
-
-
 @form(1, X, Arg("b1qk", "keep"), modes=BOTH)
 def root_of_the_scores(q, k, v, keep):
     return (half(q, k).abs() + 0.1).sqrt().masked_fill(~keep, INF).softmax(-1) @ v
