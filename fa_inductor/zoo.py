@@ -189,14 +189,11 @@ def _inputs(spec: Inhabitant, dtype: Any, batch: int = BATCH, length: int = LENG
     more: dict[str, Any] = {}
     if spec.inputs == "pair":
         more["decoder_input_ids"] = ids[:, : length - 4]
-    if spec.inputs in ("padded", "pair", "left"):
-        start, stop = torch.zeros(batch, 1), torch.full((batch, 1), length)
-        if spec.inputs == "left":
-            start[1] = 3
-        else:
-            stop[1] = 9
-        at = torch.arange(length)
-        more["attention_mask"] = ((at >= start) & (at < stop)).long()
+    if spec.inputs in ("padded", "pair"):
+        # on the right: a row without keys has no float64 oracle, as the softmax in float32 makes NaN of its fill
+        stop = torch.full((batch, 1), length)
+        stop[1] = 9
+        more["attention_mask"] = (torch.arange(length) < stop).long()
     return {"input_ids": ids, **more, **({"use_cache": False} if spec.cache else {})}
 
 

@@ -14,8 +14,7 @@ class Inhabitant:
     config: str
     options: dict[str, Any] = field(hash=False)
     inputs: str = "ids"
-    """``ids``, ``padded`` and ``left`` (ids and a mask of padding on the right or left), ``pair`` (padded encoder,
-    decoder ids), ``pixels``, ``audio`` (mel spectrogram and decoder ids) or ``wave``."""
+    """``ids``, ``padded`` (ids and a padding mask), ``pair`` (padded encoder, decoder ids), ``pixels``, ``audio`` (mel spectrogram and decoder ids) or ``wave``."""
     cache: bool = True
     """The model takes ``use_cache``."""
     side: int = 32
@@ -81,10 +80,10 @@ MODELS: dict[str, Inhabitant] = {
     "olmo2": Inhabitant("Olmo2Config", _GROUPED),
     "gpt_oss": Inhabitant("GptOssConfig", dict(**_GROUPED, **_EXPERTS, head_dim=8, sliding_window=4),
                           attention=("eager",)),
-    "gpt_oss_padded": Inhabitant("GptOssConfig", dict(**_GROUPED, **_EXPERTS, head_dim=8, sliding_window=4), "left",
+    "gpt_oss_padded": Inhabitant("GptOssConfig", dict(**_GROUPED, **_EXPERTS, head_dim=8, sliding_window=4), "padded",
                                  attention=("eager",)),
-    "llama_padded": Inhabitant("LlamaConfig", _GROUPED, "left"),
-    "mistral_padded": Inhabitant("MistralConfig", dict(**_GROUPED, sliding_window=4), "left"),
+    "llama_padded": Inhabitant("LlamaConfig", _GROUPED, "padded"),
+    "mistral_padded": Inhabitant("MistralConfig", dict(**_GROUPED, sliding_window=4), "padded"),
     "deepseek_v3": Inhabitant("DeepseekV3Config", dict(
         **_TEXT, moe_intermediate_size=16, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
         num_experts_per_tok=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)),

@@ -9,6 +9,8 @@ from forms_written import LIST, S, X, heads, qk, repeat_kv, soft32
 from torch import Tensor
 from torch.nn import functional as F
 
+from fa_inductor.reasons import Code
+
 FORMS: dict[str, Form] = {}
 HALF = ("float32", "bfloat16")
 BUFFER = Arg("11pp", "tril")
@@ -319,7 +321,7 @@ def clamped(q, k, v):
     return (qk(q, k) * 0.3).clamp(-1.0, 1.0).softmax(-1) @ v
 
 
-@form(X, Arg("b1qk", "keep"))
+@form(X, Arg("b1qk", "keep"), train=Code.EMPTY_ROWS)
 def clamped_at_smallest(q, k, v, keep):  # xglm
     s = qk(q, k) * 0.3 + additive(keep, q)
     return torch.max(s, torch.tensor(torch.finfo(s.dtype).min, dtype=s.dtype)).softmax(-1) @ v

@@ -20,8 +20,6 @@ DYNAMIC = (
 PENDING = {
     ("log_softmax_exp", "train"): Code.BACKWARD,
     ("clamped", "train"): Code.BACKWARD,
-    ("clamped_at_smallest", "infer"): Code.SCORE_OP,
-    ("clamped_at_smallest", "train"): Code.BACKWARD,
     ("sink_by_logsumexp", "infer"): Code.SCORE_USED,
     ("sink_by_logsumexp", "train"): Code.SCORE_USED,
 }

@@ -353,7 +353,9 @@ def _number(gm: GraphModule, region: Region, candidate: Node, joint: Joint
     ids[inputs[-1]] = joint.ids[candidate]
     members: set[Node] = set()
     for n in nodes:
-        if n.op == "call_function":
+        if n.target is aten.copy_.default and n.args[0].meta["val"].dtype == n.args[1].meta["val"].dtype:
+            ids[n] = ids.get(n.args[1])  # what autograd did in place, the joint graph has as a value
+        elif n.op == "call_function":
             i = ids[n] = joint.numbering.lookup(n, ids.get)
             if i is not None:
                 members.update(m for m in joint.numbering.all[i] if m in joint.backward)

@@ -43,6 +43,7 @@ class Masks:
         """A bias that may be as low as a mask's fill is in the program: it could lift masked keys over visible ones."""
         self._trained_after_fill = False
         """A tensor whose gradient is needed was added to what a mask had filled in."""
+        self._raised = False
         self._shifted_after: int | None = None
         self._changed_after_shift = False
         """Something was masked or added after a row maximum was subtracted, which makes 0 of a finite fill."""
@@ -81,6 +82,8 @@ class Masks:
         self._map(lambda f: rounded(f, dtype))
 
     def raise_to(self, low: float) -> None:
+        """Scores are clamped from below, at a value that no visible one reaches."""
+        self._raised |= bool(self.items)
         self._map(lambda f: max(f, low))
 
     def multiply(self, c: float, dtype: torch.dtype) -> None:
@@ -129,6 +132,8 @@ class Masks:
         Raises:
             Refusal: the answer depends on which mask hides the row.
         """
+        if self._raised and trained:
+            raise Refusal(Code.EMPTY_ROWS, "a clamp passes a part of the gradient of such a row")
         modes = {m.mode for m in self.items}
         fills = {f for m in self.items for f in m.fills}
         if self._trained_after_fill:  # the operator gives such a row no gradient

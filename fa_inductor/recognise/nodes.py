@@ -88,12 +88,26 @@ def constant(x: Any) -> bool | int | float | None:
         return _in_dtype(x.args[1], val(x).dtype)
     if t is aten.scalar_tensor.default and isinstance(x.args[0], (bool, int, float)):
         return _in_dtype(x.args[0], val(x).dtype)
+    if t is aten.lift_fresh_copy.default:
+        return _literal(x.args[0])
     if t in VIEWS and is_tensor(x.args[0]):
         return constant(x.args[0])
     if t in CASTS:
         c = constant(x.args[0])
         return None if c is None else _in_dtype(c, val(x).dtype)
     return None
+
+
+def _literal(x: Node) -> bool | int | float | None:
+    """The number that ``torch.tensor(number)`` became while tracing: one that nothing can write to."""
+    if x.op != "get_attr" or x.graph.owning_module is None or any(
+            u.target is not aten.lift_fresh_copy.default for u in x.users):
+        return None
+    t = getattr(x.graph.owning_module, str(x.target), None)
+    if not isinstance(t, torch.Tensor) or t.dim() or t.is_complex() or t.device.type != "cpu":
+        return None
+    with unset_fake_temporarily():
+        return t.item()
 
 
 def _in_dtype(value: bool | int | float, dtype: torch.dtype) -> bool | int | float:

@@ -34,6 +34,15 @@ _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.amin.default, aten.
 _IMPURE = ("rand", "bernoulli", "dropout", "normal", "multinomial")
 
 
+def _is_lifted(n: Node) -> bool:
+    """A tensor made of a number outside the graph; a graph traced from a part of this one has it as an input."""
+    while target(n) in CASTS or target(n) in COPIES or target(n) in RESHAPES:
+        if target(n) is aten.lift_fresh_copy.default:
+            return True
+        n = n.args[0]  # type: ignore[assignment]
+    return False
+
+
 class Numbering:
     """Numbers nodes of one graph, and of other graphs in terms of it."""
 
@@ -151,7 +160,7 @@ class Numbering:
             if isinstance(v, (torch.SymInt, int)) and not isinstance(v, bool):
                 return ("int", str(v.node.expr) if isinstance(v, torch.SymInt) else str(v))
             c = constant(a)
-            if c is not None and val(a).dim() == 0:
+            if c is not None and val(a).dim() == 0 and not _is_lifted(a):
                 return ("number", float(c))
             return ("v", ids(a))
         if isinstance(a, (list, tuple)):

@@ -46,6 +46,8 @@ class Step:
         """Tensors that the step brings in beside the score; a subtracted row maximum is none of them."""
         if self.name == "sub" and self.position == 0 and is_row_max(self.node):
             return []
+        if self.name == "added_product":
+            return [a for a in self.node.args[:1] if is_tensor(a) and constant(a) is None]
         return [a for i, a in enumerate(self.node.args) if i != self.position and is_tensor(a) and constant(a) is None]
 
 
