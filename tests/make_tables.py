@@ -175,12 +175,44 @@ def compile_time(load: Load) -> str:
     each = ", ".join(f"{r['model']} {r['ratio']:.2f}" for r in data["rows"])
     return (f"Cold `torch.compile` on CPU, processor time with the rewriting as a multiple of that without "
             f"({data['mode']}, median of {data['repeats']}): {each}.  "
-            f"torch {data['torch']}, {data['date']}; [compile_cpu.json](tests/results/compile_cpu.json).")
+            f"torch {data['torch']}, {data['date']}; [compile_cpu.json](tests/results/compile_cpu.json)."
+            + compile_depth(load))
+
+
+def compile_depth(load: Load) -> str:
+    """What part of a cold compile recognising and proving take, by depth."""
+    data = load("compile_depth_cpu.json")
+    if data is None:
+        return ""
+    each = "; ".join(f"{r['layers']} layers, {r['mode']}: {r['pass_s']:.1f} of {r['cpu_s']:.0f} s" for r in data["rows"])
+    return (f"  Recognising, proving and rewriting in it, {data['model']}: {each} "
+            f"([compile_depth_cpu.json](tests/results/compile_depth_cpu.json)).")
+
+
+def zoo(load: Load) -> str:
+    """Blocks found and rewritten in the zoo, and the worst error, by mode and kind of shapes."""
+    data = load("zoo_cpu.json")
+    if data is None:
+        return f"Blocks of the zoo: {NOT_MEASURED} (`python -m fa_inductor zoo --all`)."
+    cells: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for r in data:
+        cells.setdefault((r["attention"], r["mode"], r["shapes"]), []).append(r)
+    rows = [[*key, f"{sum(r['rewritten'] for r in found)} of {sum(r['found'] for r in found)}",
+             f"{max(x for r in found for x in r['excess'].values()):.2f}"] for key, found in cells.items()]
+    left = dict.fromkeys(f"{r['model']} ({r['attention']}, {r['mode']}, {r['shapes']})"
+                         for r in data if r["rewritten"] < r["found"])
+    return "\n\n".join([
+        f"{len({r['model'] for r in data})} kinds of transformers models, small and random, on CPU: attention blocks "
+        f"rewritten, and the worst error of outputs and gradients as a part of what the contract allows "
+        f"([zoo_cpu.json](tests/results/zoo_cpu.json)).",
+        table(["attention", "mode", "shapes", "rewritten", "error"], rows),
+        "Left alone: " + (", ".join(left) if left else "none") + "."])
 
 
 TABLES: dict[str, Callable[[Load], str]] = {
     "llama": llama, "models": models, "forward-speed": forward_speed, "forward-checks": forward_checks,
     "backward-checks": backward_checks, "cpu-rule": cpu_rule, "compile-time": compile_time,
+    "zoo": zoo,
 }
 """Marker name: what makes the text between the markers."""
 _BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n).*?(<!-- end: (?P=name) -->)", re.DOTALL)

@@ -185,6 +185,9 @@ def leftovers(block: Block, region: Region, found: Backward | None, position: di
         replaced |= found.replaced()
         members |= found.members
     members |= {u for n in members for u in n.users if target(u) in EMPTIES}
+    # a size or stride that only these read
+    members |= {u for n in members for u in n.users
+                if isinstance(u.meta.get("val"), torch.SymInt) and all(w in members for w in u.users)}
     dead = set(members)
     todo = sorted(members - replaced, key=position.__getitem__, reverse=True)
     changed = True
