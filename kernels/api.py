@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import cache
 from .expr import SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
 from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
@@ -211,7 +212,8 @@ def _kernel(variant: Forward) -> Any:
         with _compile_lock:
             fn = _compiled.get(variant)
             if fn is None:
-                fn = _compiled[variant] = compile_variant(variant)
+                fn = _compiled[variant] = cache.load_or_compile(
+                    f"sm_90a forward {variant!r}", lambda: compile_variant(variant))
     return fn
 
 
