@@ -1,0 +1,9 @@
+"""A strict functional emulator of the PTX that the sm_90a kernels compile to; for tests only.
+
+Written from the public PTX ISA; each module names the chapters it implements.  `emulate` runs one launch.
+"""
+from .errors import Fault
+from .launch import emulate
+from .tensormap import TensorMap
+
+__all__ = ["Fault", "TensorMap", "emulate"]

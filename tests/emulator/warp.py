@@ -1,0 +1,208 @@
+"""One warp: its registers, its lanes' program counters, its clock (PTX ISA 3.1 "A Set of SIMT Multiprocessors").
+
+Lanes that branch apart become paths.  The path at the lowest instruction runs first and paths that meet join, which
+brings structured code back together; a path that waits lets the others go on.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .clocks import Clock
+from .decode import BLOCK, Step
+from .errors import Fault
+from .lanes import FULL, LANES, bits, describe
+from .registers import Registers
+
+if TYPE_CHECKING:
+    from .cta import Cta
+
+
+@dataclass(slots=True)
+class Wait:
+    """Why a path does not go on, and how to see that it can."""
+
+    kind: str
+    reason: Callable[[], str]
+    ready: Callable[[], bool]
+
+
+class Path:
+    """Lanes at one instruction."""
+
+    __slots__ = ("mask", "pc", "token", "wait")
+
+    def __init__(self, pc: int, mask: int):
+        self.pc, self.mask = pc, mask
+        self.wait: Wait | None = None
+        self.token: Any = None
+        """What an instruction has to remember between blocking and coming back."""
+
+
+class Warp:
+    """State of one warp; `run` executes instructions until it has to wait."""
+
+    def __init__(self, cta: Cta, index: int, threads: int):
+        self.cta, self.index = cta, index
+        self.name = f"{cta.name} warp {index}"
+        self.r = Registers(cta.kernel.registers)
+        linear = 32 * index + np.arange(LANES)
+        x, y, _ = cta.threads
+        self.tid = (linear % x, linear // x % y, linear // (x * y))
+        self.live = FULL if threads >= 32 else (1 << threads) - 1
+        self.paths = [Path(0, self.live)]
+        self.path = self.paths[0]
+        agents = cta.cluster.agents
+        self.agent = agents.new(self.name)
+        self.products = agents.new(f"products of {self.name}")
+        self.clock = Clock()
+        self.clock.seen[self.agent] = 1
+        self.register_count = cta.launch_registers
+        self.last_line: Step | None = None
+        self.units: dict[str, Any] = {}
+        """State of asynchronous units, made on first use: products, bulk groups."""
+
+    # ------------------------------------------------------------------ time
+
+    @property
+    def now(self) -> int:
+        return int(self.clock.seen[self.agent])
+
+    def tick(self) -> None:
+        """What this warp does from here on is later than what it has published."""
+        self.clock.seen[self.agent] += 1
+
+    def block(self, kind: str, reason: Callable[[], str], ready: Callable[[], bool]) -> Any:
+        """The current path waits; its instruction runs again afterwards."""
+        self.path.wait = Wait(kind, reason, ready)
+        self.cta.cluster.stats.barrier_waits[kind] += 1
+        return BLOCK
+
+    def together(self, mask: int, members: int) -> bool:
+        """Whether all live lanes of a member mask are here; blocks the path otherwise."""
+        members &= self.live
+        if mask & ~members:
+            raise Fault("divergence", f"{describe(mask & ~members)} execute an instruction whose member mask lacks them")
+        if members & ~mask == 0:
+            return True
+        path = self.path
+        self.block("warp", lambda: f"{describe(members & ~path.mask)} to come to the same instruction",
+                   lambda: members & ~path.mask & self.live == 0)
+        return False
+
+    # ------------------------------------------------------------------ running
+
+    @property
+    def done(self) -> bool:
+        return not self.paths
+
+    def ready(self) -> bool:
+        return any(p.wait is None or p.wait.ready() for p in self.paths) or self._can_join()
+
+    def _can_join(self) -> bool:
+        return len({p.pc for p in self.paths}) < len(self.paths)
+
+    def _pick(self) -> Path | None:
+        paths: list[Path] = []
+        for p in sorted(self.paths, key=lambda p: p.pc):
+            if paths and paths[-1].pc == p.pc and p.token is None and paths[-1].token is None:
+                paths[-1].mask |= p.mask
+                if paths[-1].wait is not None and paths[-1].wait.kind != "warp":
+                    paths[-1].wait = None
+            else:
+                paths.append(p)
+        self.paths = paths
+        for p in paths:
+            if p.wait is None or p.wait.ready():
+                return p
+        return None
+
+    def run(self, budget: int) -> int:
+        """Execute up to `budget` instructions; returns how many."""
+        steps, counts = self.cta.steps, self.cta.counts
+        r = self.r
+        init, busy = r.init, r.busy
+        step: Step | None = None
+        n = 0
+        try:
+            while n < budget:
+                if len(self.paths) == 1:
+                    path = self.paths[0]
+                    if path.wait is not None and not path.wait.ready():
+                        return n
+                else:
+                    path = self._pick()
+                    if path is None:
+                        return n
+                path.wait = None
+                self.path = path
+                if path.pc >= len(steps):
+                    raise Fault("control", "execution ran past the last instruction")
+                step = steps[path.pc]
+                mask = active = path.mask
+                n += 1
+                if step.guard is not None:
+                    g = step.guard
+                    if init[g.id] & mask != mask:
+                        raise r.missing(g.id, mask)
+                    value = bits(r.u[g.id])
+                    active &= ~value if g.negated else value
+                if step.target >= 0:
+                    counts[path.pc] += 1
+                    self._branch(path, step.target, active)
+                    continue
+                if active == 0:
+                    path.pc += 1
+                    continue
+                if step.stops:
+                    counts[path.pc] += 1
+                    self._stop(path, active)
+                    if not self.paths:
+                        return n
+                    continue
+                if step.converged and active != self.live:
+                    if active != mask or not self.together(mask, self.live):
+                        if active != mask:
+                            raise Fault("divergence", f"only {describe(active)} of {describe(self.live)} execute an "
+                                        "instruction that the whole warp must execute")
+                        continue
+                for i in step.reads:
+                    if active & ~init[i]:
+                        raise r.missing(i, active)
+                    if busy and i in busy:
+                        raise r.missing(i, active)
+                if step.run(self, active) is BLOCK:
+                    continue
+                counts[path.pc] += 1
+                path.pc += 1
+        except Fault as e:
+            if step is None:
+                raise e.locate(self.name, 0, "", None) from None
+            raise e.locate(self.name, step.line, step.text, step.source) from None
+        finally:
+            self.last_line = step or self.last_line
+        return n
+
+    def _branch(self, path: Path, target: int, active: int) -> None:
+        if active == path.mask:
+            path.pc = target
+        elif active == 0:
+            path.pc += 1
+        else:
+            self.paths.append(Path(target, active))
+            path.mask &= ~active
+            path.pc += 1
+
+    def _stop(self, path: Path, active: int) -> None:
+        self.live &= ~active
+        path.mask &= ~active
+        if path.mask:
+            path.pc += 1
+        else:
+            self.paths.remove(path)
+        if not self.paths:
+            for unit in self.units.values():
+                unit.at_exit(self)
