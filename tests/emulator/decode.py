@@ -36,6 +36,10 @@ DTYPES: dict[str, Any] = {
 }
 INTS = ("u16", "s16", "u32", "s32", "u64", "s64")
 BITS = ("b16", "b32", "b64")
+PURE = frozenset((
+    "add", "sub", "mul", "mad", "fma", "div", "rem", "abs", "neg", "min", "max", "and", "or", "xor", "not", "cnot", "shl",
+    "shr", "shf", "popc", "clz", "brev", "bfind", "bfe", "bfi", "lop3", "prmt", "sad", "setp", "set", "selp", "slct", "mov",
+    "cvt", "ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh", "sin", "cos", "copysign", "testp"))
 
 
 @dataclass(slots=True)
@@ -55,6 +59,11 @@ class Step:
     """ret or exit."""
     converged: bool = False
     """All live lanes of the warp must execute it together (``.aligned``)."""
+    writes: tuple[int, ...] = ()
+    pure: bool = False
+    """Arithmetic on registers only: an undefined operand makes the result undefined, and nothing else."""
+    select: tuple[int | None, int | None, int, bool] | None = None
+    """Of selp: registers of both values, register of the predicate, whether it is negated."""
 
 
 _DECODERS: dict[str, Callable[[Form], Run]] = {}
@@ -85,6 +94,7 @@ class Form:
         self.i, self.kernel, self.op = i, kernel, i.op
         self.mods = list(i.mods)
         self.reads: list[int] = []
+        self.writes: list[int] = []
         self.converged = False
         self.operands = i.operands
 
@@ -170,6 +180,7 @@ class Form:
         if not isinstance(o, Reg):
             raise self.fail("a destination must be a register")
         i, width = o.id, WIDTHS[type]
+        self.writes.append(i)
         if o.width != width:
             if not loose or o.width < width or o.width == 1:
                 raise self.fail(f"{o.name} has {o.width} bits, .{type} has {width}")
@@ -287,7 +298,12 @@ def decode(kernel: Kernel) -> list[Step]:
         run = decoder(form)
         reads = tuple(dict.fromkeys(form.reads))
         kind = ".".join((i.op, *i.mods))
-        step = Step(run, reads, kind, i.guard, i.line, i.source, i.text, converged=form.converged)
+        step = Step(run, reads, kind, i.guard, i.line, i.source, i.text, converged=form.converged,
+                    writes=tuple(dict.fromkeys(form.writes)), pure=i.op in PURE)
+        if i.op == "selp":
+            a, b, p = i.operands[1:]
+            if isinstance(p, Reg):
+                step.select = (a.id if isinstance(a, Reg) else None, b.id if isinstance(b, Reg) else None, p.id, p.negated)
         if i.op == "bra":
             name = i.operands[0]
             step.target = kernel.labels[name.name] if isinstance(name, Name) else -1

@@ -24,7 +24,6 @@ from .parser import parse
 from .stats import Stats
 from .tensormap import TensorMap
 
-SM_COUNT = 132
 
 
 @lru_cache(maxsize=64)
@@ -109,6 +108,8 @@ class Launcher:
     tamper: Callable[[Forward], Compiled] = compiled
     stats: list[Stats] = field(default_factory=list)
     limit: int = 50_000_000
+    sms: int = 132
+    """Multiprocessors that the schedule is made for."""
 
     def kernel(self, variant: Forward) -> Callable[..., None]:
         return lambda *args: self.launch(variant, self.tamper(variant), args)
@@ -189,7 +190,7 @@ def attention(
     """`api.attention` on host tensors: (out, lse) as plain tensors."""
     launcher = launcher or Launcher()
     with mock.patch.object(api, "torch", _Torch()), mock.patch.object(api, "_kernel", launcher.kernel), \
-            mock.patch.object(api, "_sm_count", lambda _: SM_COUNT), mock.patch.dict(api._plans, clear=True):
+            mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.dict(api._plans, clear=True):
         got, lse = api.attention(*(on_device(x) for x in (q, k, v)), record, [on_device(x) for x in captures], ints,
                                  None if out is None else on_device(out))
     return got.as_subclass(torch.Tensor), lse.as_subclass(torch.Tensor)

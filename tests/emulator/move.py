@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .decode import Form, Run, operation
+from .decode import Form, Operand, Run, operation
 from .errors import Fault
 from .memory import PARAM_BASE, RANK_SHIFT, SHARED_WINDOW
 from .parser import WIDTHS, Vector
@@ -16,6 +16,26 @@ def _mov(form: Form) -> Run:
     t = form.type(*_ALL)
     form.done(2)
     d, s = form.operands
+    return _keeping_time(form, _plain_mov(form, t, d, s))
+
+
+def _keeping_time(form: Form, run: Run) -> Run:
+    """A copy of registers counts, for wgmma.fence, as written when they were; see `wgmma._check_registers`."""
+    reads, writes = tuple(form.reads), tuple(form.writes)
+    if not reads:
+        return run
+
+    def copy(w, mask: int) -> None:
+        wrote = w.r.wrote
+        before = max(wrote[i] for i in reads)
+        run(w, mask)
+        for i in writes:
+            wrote[i] = before
+
+    return copy
+
+
+def _plain_mov(form: Form, t: str, d: Operand, s: Operand) -> Run:
     if isinstance(d, Vector):
         n = WIDTHS[t] // len(d.items)
         puts = [form.target(o, f"b{n}") for o in d.items]
@@ -40,8 +60,6 @@ def _mov(form: Form) -> Run:
             put(w, x, mask)
 
         return pack
-    if isinstance(s, Vector) or isinstance(d, Vector):
-        raise form.fail("vector of vectors")
     return form.alu((t, t), lambda a: a)
 
 

@@ -1,6 +1,8 @@
 """The registers of a warp (PTX ISA 5.1.1, 5.2): 32 lanes each, typed views, and who has written what.
 
-A lane that was never written may not be read.  Registers of a product in flight are unwritten until it is waited for
+A lane that was never written may not be read.  The result of an instruction that a guard has switched off is
+undefined but may pass through arithmetic, as in a load under a guard whose value is then masked; it may not reach a
+branch, an address, a store, another lane or a product.  Registers of a product in flight are unwritten until it is waited for
 (PTX ISA 9.7.15.6 "Asynchronous wgmma").
 """
 from __future__ import annotations
@@ -21,7 +23,7 @@ _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 class Registers:
     """`u`, `s` and `f` are the same registers seen as unsigned, signed and floating; a predicate is bool in all."""
 
-    __slots__ = ("busy", "epoch", "f", "init", "names", "s", "u", "wrote")
+    __slots__ = ("busy", "epoch", "f", "init", "names", "s", "taint", "u", "wrote")
 
     def __init__(self, declared: Sequence[Reg]):
         n = len(declared)
@@ -46,6 +48,8 @@ class Registers:
         self.epoch = 1
         self.busy: dict[int, str] = {}
         """Registers of products in flight, and what they are there."""
+        self.taint: dict[int, int] = {}
+        """Lanes of a register that are undefined because a guard was false."""
         self.names = [r.name for r in declared]
 
     def put(self, target: np.ndarray, i: int, value: np.ndarray, mask: int) -> None:
@@ -64,5 +68,8 @@ class Registers:
         """Why register i cannot be read by these lanes."""
         if i in self.busy:
             return Fault("wgmma", f"read of {self.names[i]}, {self.busy[i]}, before wgmma.wait_group")
+        if mask & ~self.init[i] & ~self.taint.get(i, 0) == 0:
+            return Fault("undefined", f"{self.names[i]} is undefined in {describe(mask & ~self.init[i])}, where the guard of "
+                         "its producer was false")
         return Fault("uninitialised", f"read of register {self.names[i]} in {describe(mask & ~self.init[i])}, "
                      "which nothing has written")

@@ -150,6 +150,10 @@ class Warp:
                         raise r.missing(g.id, mask)
                     value = bits(r.u[g.id])
                     active &= ~value if g.negated else value
+                    if active != mask:
+                        for i in step.writes:
+                            if mask & ~active & ~init[i]:
+                                r.taint[i] = r.taint.get(i, 0) | mask & ~active & ~init[i]
                 if step.target >= 0:
                     counts[path.pc] += 1
                     self._branch(path, step.target, active)
@@ -169,12 +173,17 @@ class Warp:
                             raise Fault("divergence", f"only {describe(active)} of {describe(self.live)} execute an "
                                         "instruction that the whole warp must execute")
                         continue
+                undefined = False
                 for i in step.reads:
                     if active & ~init[i]:
-                        raise r.missing(i, active)
+                        if not step.pure or i in busy:
+                            raise r.missing(i, active)
+                        undefined = True
                     if busy and i in busy:
                         raise r.missing(i, active)
-                if step.run(self, active) is BLOCK:
+                if undefined:
+                    self._pass_on(step, active)
+                elif step.run(self, active) is BLOCK:
                     continue
                 counts[path.pc] += 1
                 path.pc += 1
@@ -185,6 +194,26 @@ class Warp:
         finally:
             self.last_line = step or self.last_line
         return n
+
+    def _pass_on(self, step: Step, active: int) -> None:
+        """Arithmetic on a value that a false guard left undefined: the result is undefined too."""
+        r = self.r
+        lost = {}
+        for i in step.reads:
+            lost[i] = active & ~r.init[i]
+            if lost[i] & ~r.taint.get(i, 0):
+                raise r.missing(i, active)
+        bad = 0
+        for m in lost.values():
+            bad |= m
+        if step.select is not None:
+            a, b, p, negated = step.select
+            chosen = bits(r.u[p]) ^ (FULL if negated else 0)
+            bad = lost.get(p, 0) | lost.get(a, 0) & chosen | lost.get(b, 0) & ~chosen  # type: ignore[arg-type]
+        step.run(self, active)
+        for d in step.writes:
+            r.init[d] &= ~bad
+            r.taint[d] = r.taint.get(d, 0) & ~active | bad
 
     def _branch(self, path: Path, target: int, active: int) -> None:
         if active == path.mask:

@@ -91,6 +91,7 @@ class Products:
         for i in p.d:
             r.busy[i] = f"accumulator of the product at PTX line {p.line}"
             r.init[i] = 0
+            r.taint.pop(i, None)
         if not isinstance(p.a, Tile):
             for i in p.a:
                 r.busy[i] = f"operand A of the product at PTX line {p.line}"
@@ -236,7 +237,11 @@ def _agree(w: Any, call: tuple[Any, ...]) -> None:
 
 
 def _check_registers(w: Any, d: tuple[int, ...], a: tuple[int, ...], accumulate: bool) -> None:
-    """wgmma.fence orders ordinary writes of the product's registers before it; the first product always needs one."""
+    """wgmma.fence orders ordinary writes of the product's registers before it; the first product always needs one.
+
+    A mov between registers passes on the time of the write that it copies: the compiler packs fragments of A behind the
+    fence, and its assembler turns that into a choice of registers.
+    """
     r, queue = w.r, w.units["products"].queue
     if r.epoch == 1:
         raise Fault("wgmma", "the first wgmma.mma_async without wgmma.fence before it")
