@@ -104,7 +104,7 @@ class Cta:
         self.named = [NamedBarrier(f"barrier {i} of {self.name}") for i in range(16)]
         self.counts = np.zeros(len(steps), np.int64)
         total = threads[0] * threads[1] * threads[2]
-        self.launch_registers = launch_registers or min(255, REGISTER_FILE // total // 8 * 8)
+        self.launch_registers = launch_registers or kernel.registers_limit or min(255, REGISTER_FILE // total // 8 * 8)
         self.register_pool = 0
         """Registers that setmaxnreg.dec has given back; the pool is the CTA's own (PTX ISA 9.7.19.5)."""
         self.group_log: dict[int, list[tuple[Any, ...]]] = {}

@@ -47,6 +47,15 @@ def to32(x: np.ndarray, mode: str = "rn") -> np.ndarray:
     return y.astype(np.float32)
 
 
+def sum32(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
+    """a + b of float64 values as float32 with one rounding; a sum that cancels is -0 when rounding down."""
+    y = to32(odd_sum(a, b), mode)
+    if mode == "rm":
+        positive = (a == 0) & (b == 0) & ~np.signbit(a) & ~np.signbit(b)
+        y = np.where((a == -b) & ~positive, np.float32(-0.0), y)
+    return y
+
+
 def canonical(x: np.ndarray) -> np.ndarray:
     """float32 with every NaN the canonical one."""
     bad = x != x
@@ -109,14 +118,18 @@ def fma(form: Form) -> Run:
         def one(a: float, b: float, c: float) -> float:
             if not all(np.isfinite(v) for v in (a, b, c)) or a == 0 or b == 0:
                 return a * b + c
-            return float(Fraction(a) * Fraction(b) + Fraction(c))
+            exact = Fraction(a) * Fraction(b) + Fraction(c)
+            try:
+                return float(exact)
+            except OverflowError:
+                return np.inf if exact > 0 else -np.inf
 
         return _f64(form, lambda *x: np.array([one(*map(float, r)) for r in zip(*x, strict=True)]), 3)
     mode = form.opt(*ROUNDINGS)
     if mode is None:
         raise form.fail("fma needs a rounding")
     f = wrap32(form, (lambda a, b, c: fma64(a, b, c).astype(np.float32)) if mode == "rn"
-               else lambda a, b, c: to32(fma64(a, b, c), mode))
+               else lambda a, b, c: sum32(a.astype(np.float64) * b, c.astype(np.float64), mode))
     form.done(4)
     return form.alu((t,) * 4, f)
 
@@ -133,7 +146,9 @@ def add(form: Form) -> Run:
         return _f64(form, f, 2)
     mode = form.opt(*ROUNDINGS) or "rn"
     if mode != "rn":
-        f = lambda a, b: to32(odd_sum(a.astype(np.float64), (-b if minus else b).astype(np.float64)), mode)  # noqa: E731
+        def f(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return sum32(a.astype(np.float64), (-b if minus else b).astype(np.float64), mode)
+
     f = wrap32(form, f)
     form.done(3)
     return form.alu((t,) * 3, f)

@@ -5,6 +5,7 @@ import numpy as np
 
 from .decode import Form, Operand, Run, operation
 from .errors import Fault
+from .lanes import lanes
 from .memory import PARAM_BASE, RANK_SHIFT, SHARED_WINDOW
 from .parser import WIDTHS, Vector
 
@@ -80,7 +81,7 @@ def _cvta(form: Form) -> Run:
             a = np.where(a >> RANK_SHIFT == 0, a + (w.cta.rank + 1 << RANK_SHIFT), a) + SHARED_WINDOW
         else:
             a = a - SHARED_WINDOW
-            if ((a < 0) | (a >> RANK_SHIFT > 64)).any():
+            if ((a < 0) | (a >> RANK_SHIFT > 64))[lanes(mask)].any():
                 raise Fault("bounds", "a generic address outside shared memory is converted to it")
             own = a >> RANK_SHIFT == w.cta.rank + 1
             a = np.where(own, a & (1 << RANK_SHIFT) - 1, a)
@@ -96,7 +97,7 @@ def _isspacep(form: Form) -> Run:
     put, get = form.put(0, "pred"), form.get(1, "u64")
 
     def run(w, mask: int) -> None:
-        a = get(w)
+        a = np.where(lanes(mask), get(w), PARAM_BASE)
         put(w, np.array([w.cta.space(int(x)) == space.split("::")[0] for x in a]), mask)
 
     return run
@@ -111,8 +112,9 @@ def _mapa(form: Form) -> Run:
 
     def run(w, mask: int) -> None:
         a, n = get(w).astype(np.int64), rank(w).astype(np.int64)
-        if (n >= len(w.cta.cluster.ctas)).any():
-            raise Fault("bounds", f"mapa to CTA rank {int(n.max())} of a cluster of {len(w.cta.cluster.ctas)}")
+        far = (n >= len(w.cta.cluster.ctas)) & lanes(mask)
+        if far.any():
+            raise Fault("bounds", f"mapa to CTA rank {int(n[far].max())} of a cluster of {len(w.cta.cluster.ctas)}")
         offset = (a if space else a - SHARED_WINDOW) & (1 << RANK_SHIFT) - 1
         a = offset + (n + 1 << RANK_SHIFT) + (0 if space else SHARED_WINDOW)
         put(w, a.astype(f"u{WIDTHS[t] // 8}"), mask)
@@ -174,7 +176,7 @@ def _prefetch(form: Form) -> Run:
 
     def run(w, mask: int) -> None:
         if kind == "tensormap":
-            for a in {int(x) for x in get(w)}:
+            for a in {int(x) for x in get(w)[lanes(mask)]}:
                 if a not in w.cta.maps:
                     raise Fault("bounds", f"no tensor map at {a:#x} ({a - PARAM_BASE} bytes into the parameters)")
 

@@ -114,9 +114,12 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
     threads: tuple[int, int, int] | None = None
     """``.reqntid``."""
+    registers_limit: int | None = None
+    """``.maxnreg``: registers of a thread at entry."""
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_ASSEMBLY = re.compile(r"// begin inline asm.*?// end inline asm", re.S)
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$]+)\s*(\(([^)]*)\))?([^{]*)\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$]+)(?:\[(\d+)\])?")
 _MEMORY = re.compile(r"(?:\.visible\s+|\.extern\s+)*\.(shared|const|global)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)"
@@ -132,7 +135,9 @@ def _align_up(x: int, to: int) -> int:
 
 def parse(text: str) -> dict[str, Kernel]:
     """All entry functions of a PTX module."""
+    inside = [(m.start(), m.end()) for m in _ASSEMBLY.finditer(text)]
     files = {int(n): path for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
+    # Comments keep their length, so that positions stay.
     text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
     starts = [0]
     for m in re.finditer("\n", text):
@@ -154,7 +159,10 @@ def parse(text: str) -> dict[str, Kernel]:
         threads = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", m.group(4))
         if threads:
             kernel.threads = (int(threads[1]), int(threads[2] or 1), int(threads[3] or 1))
-        at = _Body(kernel, text, m.end(), starts, files).end
+        limit = re.search(r"\.maxnreg\s+(\d+)", m.group(4))
+        if limit:
+            kernel.registers_limit = int(limit[1])
+        at = _Body(kernel, text, m.end(), starts, files, inside).end
         kernels[kernel.name] = kernel
     outside.append(text[at:])
     for found in _MEMORY.finditer("\n".join(outside)):
@@ -184,9 +192,10 @@ def _declare(kernel: Kernel, found: re.Match[str]) -> None:
 class _Body:
     """Reads one function body."""
 
-    def __init__(self, kernel: Kernel, text: str, at: int, starts: list[int], files: dict[int, str]):
+    def __init__(self, kernel: Kernel, text: str, at: int, starts: list[int], files: dict[int, str],
+                 inside: list[tuple[int, int]]):
         self.kernel, self.text, self.files = kernel, text, files
-        self.starts = starts
+        self.starts, self.inside = starts, inside
         self.line_index = 0
         self.source: tuple[str, int] | None = None
         self.scopes: list[tuple[int, dict[str, Reg]]] = [(0, {})]
@@ -219,8 +228,9 @@ class _Body:
             elif text[at] == ";":
                 at += 1
             elif m := _LOC.match(text, at):
+                # In inline assembly, line info counts on from the call, line by line: the call's own line is the useful one.
                 file, number = int(m[1]), int(m[2])
-                if number:
+                if number and not any(lo < at < hi for lo, hi in self.inside):
                     self.source = (self.files.get(file, "?"), number)
                 at = m.end()
             elif m := _LABEL.match(text, at):
