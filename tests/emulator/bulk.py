@@ -22,14 +22,16 @@ from .memory import SHARED_WINDOW, Buffer
 from .parser import Address
 from .sync import barrier_place
 from .tensormap import TensorMap
+from .warp import Issuer
 
 _SHARED = ("shared::cta", "shared::cluster")
 
 
 @dataclass
 class Copy:
-    """One copy in flight."""
+    """One copy in flight; a fault in it is one of the instruction that issued it."""
 
+    issuer: Issuer
     action: Callable[[], None]
     lane: int = 0
     group: int | None = None
@@ -40,7 +42,8 @@ class Copy:
     def perform(self) -> None:
         if not self.done:
             self.done = True
-            self.action()
+            with self.issuer:
+                self.action()
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Groups:
 
     def add(self, w, action: Callable[[], None], lane: int) -> None:
         """A copy that was just issued; its accesses are stamped `issued`."""
-        copy = Copy(action, lane, serial=self.issued)
+        copy = Copy(Issuer(w), action, lane, serial=self.issued)
         self.copies.append(copy)
         w.cta.cluster.pending.append(copy)
 
@@ -133,7 +136,7 @@ def into_shared(w, targets: list[tuple[Cta, int, MBarrier]], size: int, source: 
             cta.shared.known[index] = True
             b.deliver(size)
 
-    w.cta.cluster.pending.append(Copy(perform))
+    w.cta.cluster.pending.append(Copy(Issuer(w), perform))
     w.cta.cluster.stats.tma_load_bytes += size * len(targets)
     w.cta.cluster.stats.tma_copies += 1
 

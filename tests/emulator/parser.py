@@ -229,8 +229,9 @@ class _Body:
                 at += 1
             elif m := _LOC.match(text, at):
                 # In inline assembly, line info counts on from the call, line by line: the call's own line is the useful one.
+                # Column 0 is the scope that the compiler put an instruction into, not a place.
                 file, number = int(m[1]), int(m[2])
-                if number and not any(lo < at < hi for lo, hi in self.inside):
+                if number and (int(m[3]) or self.source is None) and not any(lo < at < hi for lo, hi in self.inside):
                     self.source = (self.files.get(file, "?"), number)
                 at = m.end()
             elif m := _LABEL.match(text, at):

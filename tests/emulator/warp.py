@@ -30,6 +30,20 @@ class Wait:
     ready: Callable[[], bool]
 
 
+class Issuer:
+    """The instruction that a warp is at: faults of what it started, raised later, are located there."""
+
+    def __init__(self, w: Warp):
+        self.name, self.step = w.name, w.cta.steps[w.path.pc]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Fault):
+            error.locate(f"{self.name} (asynchronously)", self.step.line, self.step.text, self.step.source)
+
+
 class Path:
     """Lanes at one instruction."""
 

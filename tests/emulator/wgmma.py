@@ -17,6 +17,7 @@ from .errors import Fault
 from .lanes import FULL, lanes
 from .matrix import ITEM, Descriptor, Tile, decode
 from .parser import Reg, Vector
+from .warp import Issuer
 
 
 @lru_cache(maxsize=8)
@@ -48,6 +49,7 @@ class Product:
     accumulate: bool
     signs: tuple[int, int]
     line: int
+    issuer: Issuer
     group: int | None = None
     done: bool = False
 
@@ -72,6 +74,10 @@ class Products:
         """The next product happens."""
         p = self.queue[self.next]
         self.next += 1
+        with p.issuer:
+            self._compute(p)
+
+    def _compute(self, p: Product) -> None:
         r = self.w.r
         a = p.a.values() if isinstance(p.a, Tile) else fragment_a(np.stack([r.u[i] for i in p.a]), p.kind_a)
         y = a @ p.b.values().T
@@ -211,7 +217,7 @@ def _mma(form: Form) -> Run:
         for i in a_registers:
             if r.init[i] != FULL:
                 raise r.missing(i, FULL)
-        unit.issue(Product(d, a, b, kind_a, bool(accumulate), (signs[0], signs[1]), line))
+        unit.issue(Product(d, a, b, kind_a, bool(accumulate), (signs[0], signs[1]), line, Issuer(w)))
         w.cta.cluster.stats.flops += 2 * 16 * n * k
 
     return run
