@@ -141,12 +141,17 @@ def into_shared(w, targets: list[tuple[Cta, int, MBarrier]], size: int, source: 
     w.cta.cluster.stats.tma_copies += 1
 
 
-def from_shared(w, mask: int, cta: Cta, at: int, size: int, perform: Callable[[], None]) -> None:
-    """A copy that reads shared memory and belongs to a bulk group of the executing thread."""
+def from_shared(w, mask: int, cta: Cta, at: int, size: int, perform: Callable[[], None], again: bool = False) -> None:
+    """A copy that reads shared memory and belongs to a bulk group of the executing thread.
+
+    again: another lane of this instruction does the same; it is not counted, since the machine issues one.
+    """
     groups = _groups(w)
     groups.issued += 1
     cta.shared.shadow.read(_words(at, size), groups.agent, groups.issued, w.clock, asynchronous=True)
     groups.add(w, perform, one_lane(mask))
+    if again:
+        return
     w.cta.cluster.stats.tma_store_bytes += size
     w.cta.cluster.stats.tma_copies += 1
 
@@ -270,6 +275,7 @@ def _store(form: Form, rank: int, hint: bool, reduce: str) -> Run:
     _hint(form, hint)
 
     def run(w, mask: int) -> None:
+        before: set[tuple[int, ...]] = set()
         for i in np.flatnonzero(lanes(mask)):
             m = _map(w, int(dst(w)[i]))
             start = [int(c(w)[i]) for c in coordinates]
@@ -281,7 +287,8 @@ def _store(form: Form, rank: int, hint: bool, reduce: str) -> Run:
             def perform(cta=cta, m=m, start=start, index=index, t=t) -> None:
                 _write_tensor(w, m, start, cta.shared.data[index], reduce, t)
 
-            from_shared(w, 1 << int(i), cta, at, m.bytes, perform)
+            from_shared(w, 1 << int(i), cta, at, m.bytes, perform, (at, *start) in before)
+            before.add((at, *start))
 
     return run
 

@@ -38,7 +38,7 @@ class Program:
     shared: int = 0
     close: tuple[str, float] | None = None
     maps: tuple[dict[str, Any], ...] = ()
-    """Tensor maps as parameters ``map0`` ...: shape, strides, box, swizzle, data (uint16 values)."""
+    """Tensor maps as parameters ``map0`` ...: shape, strides, box, swizzle, data (uint16 values; none: over the buffer)."""
     buffer: tuple[int, ...] = ()
     """Bytes of one more global buffer, at the address %buf; it is compared with want_buffer."""
     want_buffer: tuple[int, ...] = ()
@@ -92,11 +92,11 @@ class Program:
     def emulated(self, seed: int = 0) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
         """Results of the emulator, and the bytes of the buffer."""
         source = np.frombuffer(self.input_bytes() or bytes(16), np.uint8).copy()
-        out, buffer = np.zeros(max(16, self.output_size), np.uint8), np.array(self.buffer or (0,) * 16, np.uint8)
+        out, buffer = np.zeros(max(16, self.output_size), np.uint8), aligned(np.array(self.buffer or (0,) * 16, np.uint8))
         maps = []
         for m in self.maps:
-            data = aligned(np.array(m["data"], np.uint16))
-            maps.append(TensorMap(data.view(np.uint8), m["shape"], m["strides"], m["box"], m["swizzle"]))
+            data = buffer if m.get("data") is None else aligned(np.array(m["data"], np.uint16)).view(np.uint8)
+            maps.append(TensorMap(data, m["shape"], m["strides"], m["box"], m["swizzle"]))
         emulate(self.text(), 1, [source, Out(out), buffer, *maps], seed=seed)
         return self.split(out.tobytes()), tuple(buffer.tolist())
 

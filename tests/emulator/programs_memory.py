@@ -59,6 +59,9 @@ def _loads() -> list[Program]:
         whole("st.global.b16", "st.global.b16", ".reg .b64 p; mad.wide.u32 p, %thread, 2, %buf; .reg .b16 h; cvt.u16.u32 h, a; "
               "st.global.b16 [p], h; mov.b32 d, 0;", two[:1], ["b32"], [[0] * 32], buffer=(0,) * 64,
               want_buffer=tuple(x for v in a for x in (v & 0xFFFF).to_bytes(2, "little"))),
+        whole("ld.param.b32", "ld.param.b32", ".reg .b64 p; .reg .b32 x, y; ld.param.b32 x, [pbuf]; ld.param.b32 y, [pbuf+4]; "
+              "mov.b64 p, {x, y}; sub.u64 d, p, %buf; ld.param.v2.b32 {x, y}, [pbuf]; mov.b64 p, {x, y}; sub.u64 e, p, %buf;", [],
+              ["b64", "b64"], [[0] * 32, [0] * 32]),
         whole("ld.param.b64", "ld.param.b64", ".reg .b64 p, q; ld.param.b64 p, [pbuf]; sub.u64 d, p, %buf; mov.b64 q, pbuf; "
               "cvta.param.u64 q, q; ld.b64 q, [q]; sub.u64 e, q, p;", [], ["b64", "b64"], [[0] * 32, [0] * 32]),
     ]
@@ -172,5 +175,36 @@ def _tensors() -> list[Program]:
     return found
 
 
+def _tensor_stores() -> list[Program]:
+    """A box of shared memory to a [2, 20, 72] tensor: elements outside it are dropped."""
+    shape, strides = (72, 20, 2), (160, 3200)
+    found = []
+    for span, width, start in ((128, 64, (0, 0, 0)), (128, 64, (16, 10, 1)), (64, 32, (-8, 4, 0)), (0, 16, (64, -5, 1))):
+        size = 2 * width * 16
+        before, given = _bytes(8, strides[1] * 2), tuple(_word(_bytes(7, 128), 4 * i, 4) for i in range(32))
+        # word 32 j + lane of shared memory is the lane's input, times 2 j + 1
+        image = b"".join((v * (2 * j + 1) & 0xFFFFFFFF).to_bytes(4, "little") for j in range(size // 128) for v in given)
+        after = list(before)
+        for r in range(16):
+            for c in range(width):
+                x, y, z = start[0] + c, start[1] + r, start[2]
+                at = 2 * (r * width + c)
+                if span:
+                    at ^= (at >> 7 & span // 16 - 1) << 4
+                if 0 <= x < shape[0] and 0 <= y < shape[1] and 0 <= z < shape[2]:
+                    to = 2 * x + strides[0] * y + strides[1] * z
+                    after[to:to + 2] = image[at:at + 2]
+        form = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group"
+        put = ".reg .b32 s, t; .reg .b64 map; .reg .pred z; shl.b32 t, %thread, 2; mov.b32 s, smem; add.u32 s, s, t; "
+        put += " ".join(f"mul.lo.u32 t, a, {2 * j + 1}; st.shared.b32 [s+{128 * j}], t;" for j in range(size // 128))
+        body = (put + " fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 z, %thread, 0; mov.b32 d, 0; @!z bra DONE; "
+                f"mov.b64 map, map0; cvta.param.u64 map, map; mov.b32 s, smem; {form} [map, {{{start[0]}, {start[1]}, {start[2]}}}], [s]; "
+                "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; cp.async.bulk.wait_group 0; DONE:")
+        tensor = {"shape": shape, "strides": strides, "box": (width, 16, 1), "swizzle": span, "data": None}
+        found.append(Program(f"tensor store swizzle {span} at {start}", form, body, (("b32", given),), ("b32",),
+                             ((0,) * 32,), 32, size, maps=(tensor,), buffer=before, want_buffer=tuple(after)))
+    return found
+
+
 def programs() -> list[Program]:
-    return _loads() + _matrices() + _copies() + _tensors()
+    return _loads() + _matrices() + _copies() + _tensors() + _tensor_stores()
