@@ -141,15 +141,15 @@ def add(form: Form) -> Run:
         from .packed import add as narrow
 
         return narrow(form, t)
-    f = np.subtract if minus else np.add
+    plain: Callable[..., np.ndarray] = np.subtract if minus else np.add
     if t == "f64":
-        return _f64(form, f, 2)
+        return _f64(form, plain, 2)
     mode = form.opt(*ROUNDINGS) or "rn"
-    if mode != "rn":
-        def f(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            return sum32(a.astype(np.float64), (-b if minus else b).astype(np.float64), mode)
 
-    f = wrap32(form, f)
+    def directed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return sum32(a.astype(np.float64), (-b if minus else b).astype(np.float64), mode)
+
+    f = wrap32(form, plain if mode == "rn" else directed)
     form.done(3)
     return form.alu((t,) * 3, f)
 

@@ -25,7 +25,6 @@ from .stats import Stats
 from .tensormap import TensorMap
 
 
-
 @lru_cache(maxsize=64)
 def ptx_of(variant: Forward) -> str:
     """PTX of a variant with line info, by cross-compiling it."""

@@ -93,10 +93,10 @@ class Global:
         """The buffer that holds `size` bytes at an address, and the offset in it."""
         n = (address - GLOBAL_BASE) // GLOBAL_STEP
         if not 0 <= n < len(self.buffers):
-            near = (address + (1 << 32) - GLOBAL_BASE) // GLOBAL_STEP
-            hint = f", just before {self.buffers[near].name}" if 0 <= near < len(self.buffers) else ""
-            raise Fault("bounds", f"{what} at {address:#x}, outside every buffer{hint}")
+            raise Fault("bounds", f"{what} at {address:#x}, outside every buffer")
         b = self.buffers[n]
         offset = address - b.base
+        if offset > b.size and GLOBAL_STEP - offset < 1 << 32 and n + 1 < len(self.buffers):
+            raise Fault("bounds", f"{what} {GLOBAL_STEP - offset} bytes before {self.buffers[n + 1].name}")
         b.check(offset, offset + size, what)
         return b, offset

@@ -131,9 +131,10 @@ def aligned(x: np.ndarray, to: int = 256) -> np.ndarray:
     """A copy that begins at a multiple of `to` bytes, as memory of a GPU does."""
     raw = np.zeros(x.nbytes + to, np.uint8)
     start = -raw.__array_interface__["data"][0] % to
-    view = raw[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
-    view[...] = x
-    return view
+    # Through a memoryview the copy is an array of its own, not a view: bounds are checked against it alone.
+    out = np.frombuffer(memoryview(raw)[start:start + x.nbytes], x.dtype).reshape(x.shape)
+    out[...] = x
+    return out
 
 
 def threads_of(*columns: Sequence[int]) -> int:
