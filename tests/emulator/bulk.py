@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from .access import ordered
-from .copies import SHARED, groups_of, put_global, ready_barrier, shared_place, words_of
+from .copies import SHARED, from_shared, groups_of, into_shared, put_global, ready_barrier, shared_place, words_of
 from .decode import Form, Run, operation
 from .errors import Fault
 from .exchange import literal

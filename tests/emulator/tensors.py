@@ -7,7 +7,7 @@ import numpy as np
 
 from .access import ordered
 from .barriers import MBarrier
-from .copies import SHARED, put_global, ready_barrier, shared_place
+from .copies import SHARED, from_shared, into_shared, put_global, ready_barrier, shared_place
 from .cta import Cta
 from .decode import Form, Run
 from .errors import Fault
