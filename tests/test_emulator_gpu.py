@@ -2,6 +2,10 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from emulator.all_programs import by_name
 from emulator.cases import CASES, CI, build
 from emulator.compare import GPU, beside_gpu, program_beside_gpu
 from emulator.digest import compare, of_program, of_tensor, raw_of
+from emulator.driver import moved
 from emulator.forward import Launcher
 from emulator.judge import run
 
@@ -89,8 +94,25 @@ def test_a_kept_program_is_compared() -> None:
 
 
 def test_tensors_keep_their_strides_on_the_way() -> None:
-    """check_emulator moves whole storages; its arithmetic of offsets is checked here with the CPU as the target."""
-    qkv = torch.randn(2, 10, 3, 16).transpose(1, 2)
-    x = qkv[:, 1:2, 2:]
-    base = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[call-overload]
-    assert torch.equal(base.clone().as_strided(x.shape, x.stride(), x.storage_offset()), x)
+    x = torch.randn(2, 10, 3, 16).transpose(1, 2)[:, 1:2, 2:]
+    y = moved(x, "cpu")
+    assert torch.equal(x, y) and x.stride() == y.stride() and x.data_ptr() != y.data_ptr()
+
+
+def _answers(names: list[str], answer: Any) -> None:
+    """A worker that loses its context at "bad" and hangs at "slow"."""
+    for n in names:
+        if n == "bad":
+            os._exit(3)
+        if n == "slow":
+            time.sleep(60)
+        answer.send((n, {"ok": True}))
+
+
+def test_a_lost_context_costs_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+    from check_emulator import finish
+
+    found = finish(_answers, ["a", "bad", "b", "slow", "c"], patience=8.0)
+    assert {n for n, r in found.items() if "ok" in r} == {"a", "b", "c"}
+    assert "ended with 3" in found["bad"]["error"] and "no answer" in found["slow"]["error"]

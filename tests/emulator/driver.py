@@ -82,3 +82,9 @@ def run(p: Program) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     _check(lib.cuCtxSynchronize(), "cuCtxSynchronize")
     _check(lib.cuModuleUnload(module), "cuModuleUnload")
     return p.split(bytes(out.cpu().tolist())), tuple(buffer.cpu().tolist())
+
+
+def moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor on another device with its strides: its whole storage goes there."""
+    base = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[call-overload]
+    return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())

@@ -15,7 +15,6 @@ import json
 import platform
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module, metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,60 +33,67 @@ from emulator.judge import verdict  # noqa: E402
 from fa_inductor.kernels import api  # noqa: E402
 
 
-def programs(names: list[str]) -> dict[str, Any]:
+def programs(names: list[str], answer: Any) -> None:
     """Run programs in this process until one takes the context down."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    every, found = by_name(), {}
+    every = by_name()
     for name in names:
         p = every[name]
         try:
             got, buffer = driver.run(p)
         except driver.DriverError as e:
-            found[name] = {"error": str(e)[:500]}
+            answer.send((name, {"error": str(e)[:500]}))
             if e.fatal:
-                break
+                return
             continue
-        found[name] = of_program(p, got, buffer)
+        found = of_program(p, got, buffer)
         wrong = p.differences(got, buffer)
-        if wrong:
-            found[name]["unexpected"] = wrong[:3]
-    return found
+        answer.send((name, found | ({"unexpected": wrong[:3]} if wrong else {})))
 
 
-def to_gpu(x: torch.Tensor) -> torch.Tensor:
-    """A tensor with its strides, on the GPU."""
-    base = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[call-overload]
-    return base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def cases(names: list[str]) -> dict[str, Any]:
-    found = {}
+def cases(names: list[str], answer: Any) -> None:
+    """The same for forward cases."""
     for name in names:
         c = CASES[name]
         p = build(c)
         try:
-            out, lse = api.attention(to_gpu(p.q), to_gpu(p.k), to_gpu(p.v), p.record, [to_gpu(x) for x in p.captures], p.ints)
+            q, k, v, *captures = (driver.moved(x, "cuda") for x in (p.q, p.k, p.v, *p.captures))
+            out, lse = api.attention(q, k, v, p.record, captures, p.ints)
             torch.cuda.synchronize()
         except Exception as e:  # a case must not hide the others
-            found[name] = {"error": f"{type(e).__name__}: {str(e)[:400]}"}
+            answer.send((name, {"error": f"{type(e).__name__}: {str(e)[:400]}"}))
             if isinstance(e, torch.AcceleratorError):
-                break
+                return
             continue
         wrong, errors = verdict(c, p, out.cpu(), lse.cpu())
-        found[name] = {"out": of_tensor(out), "lse": of_tensor(lse), "wrong": wrong, **errors}
-    return found
+        answer.send((name, {"out": of_tensor(out), "lse": of_tensor(lse), "wrong": wrong, **errors}))
 
 
-def finish(work: Any, names: list[str]) -> dict[str, Any]:
-    """All names, in a new process after each one that lost its context."""
+def finish(work: Any, names: list[str], patience: float = 120.0) -> dict[str, Any]:
+    """All names; in a new process after each one that lost its context or does not answer."""
     found: dict[str, Any] = {}
+    spawn = get_context("spawn")
     while left := [n for n in names if n not in found]:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            part = pool.submit(work, left).result()
-        if not part:
-            raise SystemExit(f"nothing came of {left[0]}")
-        found |= part
+        mine, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=work, args=(left, theirs))
+        process.start()
+        theirs.close()
+        ended = False
+        try:
+            while mine.poll(patience):
+                name, result = mine.recv()
+                found[name] = result
+        except EOFError:
+            ended = True
+        if not ended:
+            process.terminate()
+        process.join()
+        late = [n for n in names if n not in found]
+        if late and not ended:
+            found[late[0]] = {"error": f"no answer in {patience:.0f} s"}
+        elif late and (process.exitcode or late == left):
+            found[late[0]] = {"error": f"the process ended with {process.exitcode}"}
     return found
 
 
