@@ -70,8 +70,11 @@ def cases(names: list[str], answer: Any) -> None:
         answer.send((name, {"out": of_tensor(out), "lse": of_tensor(lse), "wrong": wrong, **errors}))
 
 
-def finish(work: Any, names: list[str], patience: float = 120.0) -> dict[str, Any]:
-    """All names; in a new process after each one that lost its context or does not answer."""
+def finish(work: Any, names: list[str], patience: float = 120.0, start: float = 300.0) -> dict[str, Any]:
+    """All names; in a new process after each one that lost its context or does not answer.
+
+    patience: seconds for an answer; start: for the first of a process.
+    """
     found: dict[str, Any] = {}
     spawn = get_context("spawn")
     while left := [n for n in names if n not in found]:
@@ -79,10 +82,11 @@ def finish(work: Any, names: list[str], patience: float = 120.0) -> dict[str, An
         process = spawn.Process(target=work, args=(left, theirs))
         process.start()
         theirs.close()
-        ended = False
+        ended, wait = False, start
         try:
-            while mine.poll(patience):
+            while mine.poll(wait):
                 name, result = mine.recv()
+                wait = patience
                 found[name] = result
         except EOFError:
             ended = True
