@@ -10,7 +10,7 @@ import numpy as np
 from .decode import DTYPES, Form, Get, Run, operation
 from .errors import Fault
 from .lanes import LANES, first, lanes
-from .memory import Buffer, Memory, Shared
+from .memory import RANK_SHIFT, SHARED_WINDOW, Buffer, Memory, Shared
 from .parser import WIDTHS, Address, Name, Vector
 
 _TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
@@ -53,11 +53,11 @@ class Access:
             if any(w.cta.space(int(a)) != space for a in addresses):
                 raise Fault("limit", "lanes of one generic access in different state spaces")
             if space == "shared":
-                from .memory import SHARED_WINDOW
-
                 addresses, space = addresses - SHARED_WINDOW, "shared::cluster"
         if space.startswith("shared"):
             cta, offset = w.cta.local(int(addresses[0]))
+            if any(w.cta.local(int(a))[0] is not cta for a in addresses[addresses >> RANK_SHIFT != addresses[0] >> RANK_SHIFT]):
+                raise Fault("limit", "lanes of one access in shared memory of different CTAs")
             offsets = addresses - (int(addresses[0]) - offset)
             memory: Memory = cta.shared
         elif space == "global":
