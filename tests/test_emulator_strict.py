@@ -33,6 +33,9 @@ GOOD = {
     "cp.async.bulk.global.shared::cta.bulk_group [%buf], [s], 64; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:",
     "copy in": INIT.replace("COUNT", "1") + "add.u32 t, m, 64; @!z bra GOT; mbarrier.arrive.expect_tx.shared.b64 st, [m], 64; " + COPY
     + " GOT:" + WAIT + "ld.shared.b32 u, [m+64];",
+    "global memory, then a copy": INIT.replace("COUNT", "1") + "add.u32 t, m, 64; mov.b32 u, 3; @z st.global.b32 [%buf], u; "
+    "@z fence.proxy.async.global; bar.sync 0; @!z bra GOT; mbarrier.arrive.expect_tx.shared.b64 st, [m], 64; " + COPY + " GOT:" + WAIT
+    + "ld.shared.b32 u, [m+64];",
     "turns": "setp.lt.u32 z, %thread, 32; @z bra FIRST; bar.sync 1, 64; bra END; FIRST: bar.arrive 1, 64; END: bar.sync 0;",
     "registers": "setp.lt.u32 z, %thread, 128; @z bra LESS; setmaxnreg.inc.sync.aligned.u32 160; bra END; LESS: "
     "setmaxnreg.dec.sync.aligned.u32 40; END: bar.sync 0;",
@@ -88,6 +91,9 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no fence before a bulk copy": (GOOD["copy out"].replace("fence.proxy.async.shared::cta;", ""), "proxy", "fence.proxy.async"),
     "fence before the write": (STORE.replace("st.shared", "fence.proxy.async.shared::cta; st.shared") + "bar.sync 0; "
                                + GOOD["copy out"].split("bar.sync 0;")[1], "proxy", "fence.proxy.async"),
+    "no fence before a bulk copy of global memory": (
+        GOOD["copy in"].replace("@!z bra GOT;", "mov.b32 u, 3; st.global.b32 [%buf], u; bar.sync 0; @!z bra GOT;").replace(
+            "st.global", "@z st.global"), "proxy", "fence.proxy.async"),
     "barrier unknown to the async proxy": (GOOD["copy in"].replace("fence.mbarrier_init.release.cluster;", ""), "proxy",
                                            "fence.mbarrier_init"),
     # Barriers.
@@ -218,6 +224,30 @@ def test_arguments_are_checked() -> None:
         emulate(p.text(), 1, [1, 2])
     with pytest.raises(ValueError, match="4 bytes"):
         emulate(p.text(), 1, [b"1234", 1, 2])
+
+
+@pytest.mark.parametrize(("body", "want"), [
+    ("ld.const.b32 t, [table+12];", [-40] * 4),
+    (".reg .b64 c, w; mov.u64 c, table; and.b32 u, i, 3; shl.b32 u, u, 2; cvt.u64.u32 w, u; add.u64 c, c, w; ld.const.b32 t, [c];",
+     [10, 20, 30, -40]),
+    ("mov.u32 u, cell; shl.b32 t, i, 2; add.u32 u, u, t; st.shared.b32 [u], i; ld.shared.b32 t, [u];", [0, 1, 2, 3]),
+])
+def test_constants_and_variables(body: str, want: list[int]) -> None:
+    """A .const array by its name and at a register's offset, and a static shared variable."""
+    text = """.version 8.6
+.target sm_90a
+.address_size 64
+.const .align 4 .b32 table[4] = { 10, 20, 30, -40 };
+.visible .entry k(.param .u64 pout) .reqntid 32, 1, 1 {
+.reg .b64 out, q; .reg .b32 i, t, u;
+.shared .align 4 .b32 cell[32];
+ld.param.u64 out, [pout]; mov.u32 i, %tid.x;
+BODY
+mad.wide.u32 q, i, 4, out; st.global.b32 [q], t; ret; }
+"""
+    out = np.zeros(32, np.int32)
+    emulate(text.replace("BODY", body), 1, [out])
+    assert out[:4].tolist() == want
 
 
 def test_source_lines_are_named() -> None:

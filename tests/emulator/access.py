@@ -118,29 +118,34 @@ def count(w, at: np.ndarray, size: int) -> None:
     w.cta.cluster.stats.bank_conflicts += bank_conflicts(at, size)
 
 
-def ordered(w, b: Buffer, index: Any, what: str) -> None:
-    """Global bytes that another warp of this launch wrote need a barrier between."""
+def ordered(w, b: Buffer, index: Any, what: str, asynchronous: bool = False) -> None:
+    """Global bytes that another warp of this launch wrote need a barrier between, and the async proxy its fence."""
     owner = b.owner[index]
     mine = w.cta.serial * 64 + w.index + 1
-    other = (owner != 0) & (owner != mine)
-    if not other.any():
+    concern = owner != 0 if asynchronous else (owner != 0) & (owner != mine)
+    if not concern.any():
         return
     warps = {x.cta.serial * 64 + x.index + 1: x for c in w.cta.cluster.ctas for x in c.warps}
-    for o in np.unique(owner[other]).tolist():
-        late = (owner == o) & (b.clock[index] > w.clock.seen[warps[o].agent] if o in warps else True)
-        if late.any():
-            name = warps[o].name if o in warps else f"CTA {(o - 1) // 64}"
+    clock = b.clock[index]
+    for o in np.unique(owner[concern]).tolist():
+        name = warps[o].name if o in warps else f"CTA {(o - 1) // 64}"
+        agent = warps[o].agent if o in warps else 0
+        late = (owner == o) & (clock > w.clock.seen[agent] if o in warps else True)
+        if o != mine and late.any():
             raise Fault("race", f"{what} {b.name}, byte {int(np.arange(b.size)[index][late].reshape(-1)[0]):#x}, is not "
                         f"ordered after its write by {name}")
+        late = (owner == o) & b.generic[index] & (clock > w.clock.fenced[agent])
+        if asynchronous and late.any():
+            raise Fault("proxy", f"{what} {b.name}, byte {int(np.arange(b.size)[index][late].reshape(-1)[0]):#x}, by the async "
+                        f"proxy after a write by {name} without fence.proxy.async between")
 
 
-def claim(w, b: Buffer, index: Any) -> None:
+def claim(w, b: Buffer, index: Any, asynchronous: bool = False) -> None:
     """This warp writes global bytes."""
-    if not b.writable:
-        raise Fault("bounds", f"write to {b.name}, which is read-only")
-    ordered(w, b, index, "write to")
+    ordered(w, b, index, "write to", asynchronous)
     b.owner[index] = w.cta.serial * 64 + w.index + 1
     b.clock[index] = w.now
+    b.generic[index] = not asynchronous
 
 
 def _attributes(form: Form, atomic: bool = False) -> str:

@@ -44,7 +44,7 @@ def plain(form: Form, reduce: str, t: str) -> Run:
                     buffer, offset = w.cta.cluster.memory.find(a, n, "bulk copy")
                     span = slice(offset, offset + n)
                     buffer.need(span, "bulk copy")
-                    ordered(w, buffer, span, "bulk copy from")
+                    ordered(w, buffer, span, "bulk copy from", asynchronous=True)
                     data = buffer.data
                 else:
                     other, offset = shared_place(w, a, n, 16, "bulk copy")

@@ -160,6 +160,6 @@ def put_global(w, b: Buffer, index: np.ndarray, data: np.ndarray, op: str, t: st
         data = np.ascontiguousarray(combine(op, t)(old, np.ascontiguousarray(data).reshape(-1).view(dtype))).view(
             np.uint8).reshape(index.shape)
     else:
-        claim(w, b, index)
+        claim(w, b, index, asynchronous=True)
     b.data[index] = data
     b.known[index] = True

@@ -31,7 +31,6 @@ class Memory:
     def __init__(self, name: str, base: int, data: np.ndarray, known: bool):
         self.name, self.base, self.data, self.size = name, base, data, len(data)
         self.known = np.full(self.size, known)
-        self.writable = True
 
     def check(self, lo: int, hi: int, what: str) -> None:
         """Refuse bytes outside [0, size)."""
@@ -75,6 +74,8 @@ class Buffer(Memory):
         self.owner = np.zeros(self.size, np.int32)
         """Which warp of which CTA wrote a byte last: serial number of the CTA x 64 + warp + 1."""
         self.clock = np.zeros(self.size, np.int32)
+        self.generic = np.zeros(self.size, bool)
+        """Whether that write was an ordinary one, and not the async proxy's."""
 
 
 class Global:

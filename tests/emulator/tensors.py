@@ -23,7 +23,8 @@ def _map(w, address: int) -> TensorMap:
     return found
 
 
-def _read_tensor(w, m: TensorMap, start: list[int]) -> np.ndarray:
+def _read_tensor(w, m: TensorMap, start: list[int]) -> Callable[[], np.ndarray]:
+    """Check a box when its copy is issued; the result reads it when the copy happens."""
     at, inside = m.elements(start)
     b = m.buffer
     assert b is not None
@@ -31,10 +32,14 @@ def _read_tensor(w, m: TensorMap, start: list[int]) -> np.ndarray:
     if index.size:
         b.check(int(index.min()), int(index.max()) + 1, "tensor copy")
         b.need(index, "tensor copy")
-        ordered(w, b, index, "tensor copy from")
-    data = np.zeros((len(at), m.itemsize), np.uint8)
-    data[inside] = b.data[index]
-    return data
+        ordered(w, b, index, "tensor copy from", asynchronous=True)
+
+    def read() -> np.ndarray:
+        data = np.zeros((len(at), m.itemsize), np.uint8)
+        data[inside] = b.data[index]
+        return data
+
+    return read
 
 
 def _write_tensor(w, m: TensorMap, start: list[int], data: np.ndarray, op: str, t: str) -> None:
@@ -100,7 +105,7 @@ def _load(form: Form, rank: int, many: bool, hint: bool) -> Run:
             def places(at: int, m: TensorMap = m) -> np.ndarray:
                 return m.places(at)[:, None] + np.arange(m.itemsize)
 
-            into_shared(w, targets, m.bytes, lambda m=m, start=start: _read_tensor(w, m, start), places)
+            into_shared(w, targets, m.bytes, _read_tensor(w, m, start), places)
 
     return run
 
