@@ -1,6 +1,7 @@
 """A strict functional emulator of the PTX that the sm_90a kernels compile to; for tests only.
 
-Written from the public PTX ISA; each module names the chapters it implements.  `emulate` runs one launch.
+Written from the public PTX ISA; each module names the chapters it implements, numbered as in
+PTX ISA 8.8.  `emulate` runs one launch.
 """
 from .errors import Fault
 from .launch import emulate

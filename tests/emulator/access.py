@@ -1,5 +1,5 @@
-"""Loads and stores of the lanes: ld, st, ldmatrix, stmatrix, atom, red (PTX ISA 9.7.9.8 to 9.7.9.12, 9.7.14.5.15,
-9.7.13.5, 9.7.13.7)."""
+"""Loads and stores of the lanes: ld, st, ldmatrix, stmatrix, atom, red (PTX ISA 9.7.9 "Data Movement and
+Conversion", 9.7.14 "Warp-Level Matrix", 9.7.13 "Parallel Synchronization": atom, red)."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import numpy as np
 
 from .decode import DTYPES, Form, Get, Run, operation
 from .errors import Fault
+from .formats import bf16_bits, bf16_values, f16_bits, f16_values
 from .lanes import LANES, first, lanes
 from .memory import RANK_SHIFT, SHARED_WINDOW, Buffer, Memory, Shared
 from .parser import WIDTHS, Address, Name, Vector
@@ -282,8 +283,6 @@ def combine(op: str, t: str) -> Callable[[Any, Any], Any]:
     functions: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
                                  "or": np.bitwise_or, "xor": np.bitwise_xor, "exch": lambda old, b: b}
     if t in ("f16x2", "bf16x2"):
-        from .formats import bf16_bits, bf16_values, f16_bits, f16_values
-
         value, encode = (f16_values, f16_bits) if t == "f16x2" else (bf16_values, bf16_bits)
 
         def pairs(old: Any, b: Any) -> Any:

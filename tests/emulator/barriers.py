@@ -1,4 +1,5 @@
-"""Barrier objects: mbarriers (PTX ISA 9.7.13.15), named barriers of a CTA (9.7.13.1), the cluster barrier (9.7.13.4)."""
+"""Barrier objects: mbarriers (PTX ISA 9.7.13.15), named barriers of a CTA and the barrier of a cluster (9.7.13:
+bar, barrier.cluster)."""
 from __future__ import annotations
 
 from collections import deque

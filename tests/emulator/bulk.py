@@ -112,7 +112,7 @@ def _cp(form: Form) -> Run:
 
 
 def _small(form: Form) -> Run:
-    """cp.async of 4, 8 or 16 bytes by each thread, non-bulk (9.7.9.25.2)."""
+    """cp.async of 4, 8 or 16 bytes by each thread, non-bulk (9.7.9.25)."""
     if form.has("commit_group"):
         form.done(0)
         return lambda w, mask: groups_of(w, "cp.async").commit(mask)

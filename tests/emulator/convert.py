@@ -1,4 +1,4 @@
-"""cvt between integers and floats of all widths, packed and 8-bit forms (PTX ISA 9.7.9.21 "cvt", 9.7.9.22 "cvt.pack")."""
+"""cvt between integers and floats of all widths, packed and 8-bit forms (PTX ISA 9.7.9 "cvt", 9.7.9 "cvt.pack")."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import numpy as np
 
 from .decode import DTYPES, INTS, Form, Run, operation
 from .floating import canonical, flush, saturate, to32
-from .formats import bf16_bits, bf16_values, f16_bits, f16_values, fp8_bits, fp8_values
+from .formats import bf16_bits, bf16_values, f16_bits, f16_values, fp8_bits, fp8_values, odd32
 from .parser import WIDTHS
 
 _INTEGERS = ("u8", "s8", *INTS)
@@ -108,8 +108,6 @@ def _int_to_float(form: Form, d: str, s: str) -> Run:
         put = form.put(0, "f64")
         return lambda w, mask: put(w, get(w).astype(np.float64), mask)
     if d in ("f16", "bf16") and mode == "rn" and WIDTHS[s] <= 32:
-        from .formats import odd32
-
         put = form.put(0, "b16")
         encode = f16_bits if d == "f16" else lambda x: bf16_bits(odd32(x))
         return lambda w, mask: put(w, encode(get(w).astype(np.float64)), mask)
@@ -148,8 +146,6 @@ def _float_to_float(form: Form, d: str, s: str) -> Run:
             y = np.where(x > 0, np.minimum(x, 1.0), 0.0) if sat else x
             put(w, f16_bits(_clamp(y, 65504.0) if satfinite else y, mode or "rn"), mask)
         else:
-            from .formats import odd32
-
             put(w, bf16_bits(odd32(_clamp(x, float.fromhex("0x1.fep127")) if satfinite else x), mode or "rn"), mask)
 
     return run

@@ -1,4 +1,5 @@
-"""Asynchronous copies in flight, their groups, and what they need of memory (PTX ISA 9.7.9.25.1 to 9.7.9.25.3).
+"""Asynchronous copies in flight, their groups, and what they need of memory (PTX ISA 9.7.9.25
+"Asynchronous copy").
 
 A copy is issued by a thread and happens later, at a random time before its completion is waited for.  Its accesses
 belong to the async proxy and are stamped with its completion mechanism: an mbarrier's phase, or the thread's bulk group.
@@ -44,7 +45,7 @@ class Copy:
 
 @dataclass
 class Groups:
-    """Bulk groups, or cp.async groups, of the threads of a warp (9.7.9.25.3)."""
+    """Bulk groups, or cp.async groups, of the threads of a warp (9.7.9.25)."""
 
     agent: int
     what: str

@@ -14,6 +14,7 @@ from .barriers import MBarrier, NamedBarrier
 from .clocks import Agents
 from .decode import Step
 from .errors import Fault, place
+from .matrix import Unit
 from .memory import CONST_BASE, GLOBAL_BASE, PARAM_BASE, RANK_SHIFT, RESERVED, SHARED_WINDOW, Global, Memory, Shared
 from .parser import Kernel
 from .stats import Stats
@@ -36,8 +37,8 @@ class Cluster:
         self.agents = Agents()
         self.ctas: list[Cta] = []
         self.pending: list[Pending] = []
-        self.queues: list[Any] = []
-        """Units whose operations happen in order: each has `waiting()` and `step()`."""
+        self.queues: list[Unit] = []
+        """Units whose operations happen in order."""
         self.random = random.Random(seed)
         self.steps = 0
         self.barrier = NamedBarrier("the cluster barrier")
@@ -67,7 +68,7 @@ class Cluster:
                 if b.tx:
                     raise Fault("barrier", f"{c.name} ends with {b.tx} bytes pending at {b.where}")
 
-    def _asynchronous(self, queues: list[Any]) -> None:
+    def _asynchronous(self, queues: list[Unit]) -> None:
         k = self.random.randrange(len(self.pending) + len(queues))
         if k < len(self.pending):
             self.pending.pop(k).perform()

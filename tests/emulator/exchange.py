@@ -1,4 +1,5 @@
-"""Between the lanes of a warp: shuffles, votes, elections, reductions, matches (PTX ISA 9.7.9.6, 9.7.13.9 to 9.7.13.14)."""
+"""Between the lanes of a warp: shuffles, votes, elections, reductions, matches (PTX ISA 9.7.9: shfl.sync; 9.7.13:
+vote.sync, match.sync, activemask, redux.sync, elect.sync)."""
 from __future__ import annotations
 
 import numpy as np
@@ -23,7 +24,7 @@ def agreed(w, get: Get, mask: int) -> int:
 
 @operation("shfl")
 def _shfl(form: Form) -> Run:
-    """9.7.9.6 shfl.sync: c holds the segment mask (bits 8 to 12) and the clamp (bits 0 to 4)."""
+    """c holds the segment mask (bits 8 to 12) and the clamp (bits 0 to 4)."""
     if not form.has("sync"):
         raise form.fail("needs .sync")
     mode = form.one("up", "down", "bfly", "idx")

@@ -1,4 +1,5 @@
-"""Floating-point arithmetic with the ISA's rounding (PTX ISA 9.7.3, 9.7.4, 9.7.5 and 9.7.2 for 16 bits).
+"""Floating-point arithmetic with the ISA's rounding (PTX ISA 9.7.3 "Floating-Point", 9.7.6 "Comparison and
+Selection").
 
 One rounding everywhere: sums and products are formed in float64 with rounding to odd, which keeps a second rounding
 to fewer bits exact.  A NaN result is the canonical one (0x7fffffff).
@@ -247,7 +248,7 @@ _ORDERED = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equ
 
 
 def compare(form: Form, t: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Ordered comparisons are false with a NaN, those with a final u true (9.3.1.2)."""
+    """Ordered comparisons are false with a NaN, those with a final u true (9.3.1)."""
     name = form.one(*_ORDERED, *(n + "u" for n in _ORDERED), "num", "nan")
     ftz = form.has("ftz")
 

@@ -1,4 +1,5 @@
-"""Integer arithmetic, logic, shifts, comparison and selection (PTX ISA 9.7.1, 9.7.6, 9.7.7, 9.7.8)."""
+"""Integer arithmetic, logic, shifts, comparison and selection (PTX ISA 9.7.1 "Integer Arithmetic",
+9.7.6 "Comparison and Selection", 9.7.8 "Logic and Shift")."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,6 +8,7 @@ import numpy as np
 
 from .decode import BITS, DTYPES, INTS, Form, Run, operation
 from .errors import Fault
+from .lanes import lanes
 from .parser import WIDTHS, Pair
 
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -100,8 +102,6 @@ def _div(form: Form) -> Run:
     f = quotient if form.op == "div" else remainder
 
     def run(w, mask: int) -> None:
-        from .lanes import lanes
-
         x, y = a(w), b(w)
         if (y == 0)[lanes(mask)].any():
             raise Fault("undefined", "integer division by zero, whose result the ISA leaves to the machine")

@@ -14,8 +14,7 @@ INDEX.setflags(write=False)
 @lru_cache(maxsize=4096)
 def lanes(mask: int) -> np.ndarray:
     """The lanes of a mask as a bool array; not to be written to."""
-    found = (mask >> INDEX.astype(np.uint64).astype(object)).astype(object)
-    array = np.array([bool(x & 1) for x in found])
+    array = np.array([mask >> i & 1 for i in range(LANES)], bool)
     array.setflags(write=False)
     return array
 

@@ -1,4 +1,5 @@
-"""One launch: arguments to parameters and global buffers, CTAs one cluster after another (PTX ISA 7 "ABI": parameters)."""
+"""One launch: arguments to parameters and global buffers, CTAs one cluster after another (PTX ISA 5.1.6
+"Parameter State Space")."""
 from __future__ import annotations
 
 import struct

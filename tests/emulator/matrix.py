@@ -1,5 +1,5 @@
-"""What a matrix unit needs from shared memory: descriptors and tiles (PTX ISA 9.7.15.5.1 "Shared memory matrix layout",
-9.7.15.5.1.2.2 "Matrix-descriptor format").
+"""What a matrix unit needs from shared memory: descriptors and tiles (PTX ISA 9.7.15 "Shared memory matrix layout",
+9.7.15 "Matrix-descriptor format").
 
 `Unit` is the interface between a warp and an asynchronous matrix unit.  wgmma is one; tcgen05 has other descriptors and
 another home for accumulators, but the same needs: tiles of shared memory, work that happens between issue and wait,
@@ -15,7 +15,7 @@ import numpy as np
 
 from .clocks import Clock
 from .errors import Fault
-from .formats import bf16_values, f16_values, fp8_values
+from .formats import bf16_values, f16_values, fp8_values, tf32_values
 from .memory import RESERVED, Shared
 from .tensormap import swizzle
 
@@ -117,7 +117,5 @@ def decode(raw: np.ndarray, kind: str) -> np.ndarray:
     if kind == "bf16":
         return bf16_values(raw.view(np.uint16))
     if kind == "tf32":
-        from .formats import tf32_values
-
         return tf32_values(raw.view(np.uint32))
     return fp8_values(raw, kind)

@@ -58,7 +58,7 @@ class Shared(Memory):
             raise Fault("bounds", f"{what} of bytes {lo:#x} to {hi:#x} of {self.name}, which has {RESERVED:#x} to {self.size:#x}")
 
     def data_only(self, index: Index, what: str) -> None:
-        """Refuse ordinary access to the 8 bytes of an mbarrier (PTX ISA 9.7.13.15.1: opaque)."""
+        """Refuse ordinary access to the 8 bytes of an mbarrier (PTX ISA 9.7.13.15: opaque)."""
         if self.barrier_bytes[index].any():
             raise Fault("barrier", f"{what} of {self.name} touches an mbarrier object")
 

@@ -1,4 +1,5 @@
-"""mov, cvta, branches and what has no effect here (PTX ISA 9.7.9.1 ff., 9.7.12, 9.7.13.13, 9.7.19)."""
+"""mov, cvta, branches and what has no effect here (PTX ISA 9.7.9 "Data Movement", 9.7.12 "Control
+Flow", 9.7.19 "Miscellaneous")."""
 from __future__ import annotations
 
 import numpy as np

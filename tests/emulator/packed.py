@@ -1,4 +1,5 @@
-"""Arithmetic on f16, bf16, their pairs, and pairs of f32 (PTX ISA 9.7.4, 9.7.3.4 ff. for ``.f32x2``)."""
+"""Arithmetic on f16, bf16, their pairs, and pairs of f32 (PTX ISA 9.7.4 "Half Precision Floating-Point", 9.7.3 for
+``.f32x2``)."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 A lane that was never written may not be read.  The result of an instruction that a guard has switched off is
 undefined but may pass through arithmetic, as in a load under a guard whose value is then masked; it may not reach a
 branch, an address, a store, another lane or a product.  Registers of a product in flight are unwritten until it is waited for
-(PTX ISA 9.7.15.6 "Asynchronous wgmma").
+(PTX ISA 9.7.15 "Asynchronous wgmma").
 """
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 import numpy as np
 
 from .barriers import MBarrier, NamedBarrier
+from .clocks import Clock
 from .cta import Cta
 from .decode import BLOCK, Form, Run, operation
 from .errors import Fault
 from .exchange import agreed
 from .lanes import LANES, lanes
 from .memory import SHARED_WINDOW
+from .parser import Address
 
 _SPACES = ("shared", "shared::cta", "shared::cluster")
 
@@ -54,7 +56,12 @@ def _mbarrier(form: Form) -> Run:
     if kind == "init":
         form.done(2)
         get, count = form.address(0)[0], form.get(1, "u32")
-        return lambda w, mask: [_init(w, int(get(w)[i]), int(count(w)[i]), space) for i in np.flatnonzero(lanes(mask))] and None
+
+        def init(w, mask: int) -> None:
+            for i in np.flatnonzero(lanes(mask)):
+                _init(w, int(get(w)[i]), int(count(w)[i]), space)
+
+        return init
     if kind == "inval":
         form.done(1)
         get = form.address(0)[0]
@@ -97,7 +104,7 @@ def _init(w, address: int, count: int, space: str | None) -> None:
 
 def _arrive(form: Form, kind: str, space: str | None, expect: bool) -> Run:
     drop = kind == "arrive_drop"
-    result = isinstance(form.operands[0], type(None)) or not hasattr(form.operands[0], "base")
+    result = not isinstance(form.operands[0], Address)
     k = 1 if result else 0
     form.done(k + 1, k + 2)
     put = form.target(form.operands[0], "b64") if result else None
@@ -238,8 +245,6 @@ def _cluster(form: Form) -> Run:
         b: NamedBarrier = cluster.barrier
         if kind == "arrive":
             threads = sum(32 * len(c.warps) for c in cluster.ctas)
-            from .clocks import Clock
-
             w.units.setdefault("cluster", ClusterPhase()).mine = b.arrive(
                 w.clock if order != "relaxed" else Clock(), w.name, 32, threads)
             w.tick()

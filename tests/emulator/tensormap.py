@@ -2,7 +2,7 @@
 cuTensorMapEncodeTiled states the limits checked here).
 
 A box of a tensor lies in shared memory with its innermost dimension first; a swizzle exchanges 16-byte pieces by
-address bits (PTX ISA 5.5.6 "Swizzling modes").
+address bits (PTX ISA 5.5 "Swizzling modes").
 """
 from __future__ import annotations
 

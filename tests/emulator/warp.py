@@ -117,7 +117,8 @@ class Warp:
         return any(p.wait is None or p.wait.ready() for p in self.paths) or self._can_join()
 
     def _can_join(self) -> bool:
-        return len({p.pc for p in self.paths}) < len(self.paths)
+        free = [p.pc for p in self.paths if p.token is None]
+        return len(set(free)) < len(free)
 
     def _pick(self) -> Path | None:
         paths: list[Path] = []

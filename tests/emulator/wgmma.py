@@ -22,7 +22,7 @@ from .warp import Issuer
 
 @lru_cache(maxsize=8)
 def _fragment(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of D [16, n] for each register and lane (9.7.15.5.1.1.3, figure of the D fragment)."""
+    """Row and column of D [16, n] for each register and lane (9.7.15, figure of the D fragment)."""
     i, lane = np.arange(n // 2)[:, None], np.arange(32)[None, :]
     return lane // 4 + 8 * (i // 2 % 2) + 0 * i, 8 * (i // 4) + 2 * (lane % 4) + i % 2
 
@@ -231,7 +231,7 @@ def _one(x: np.ndarray, mask: int, what: str) -> int:
 
 
 def _agree(w: Any, call: tuple[Any, ...]) -> None:
-    """The four warps of a warpgroup execute the same products with the same operands (9.7.15.3, ``.aligned``)."""
+    """The four warps of a warpgroup execute the same products with the same operands (9.7.15, ``.aligned``)."""
     log = w.cta.group_log.setdefault(w.index // 4, [])
     unit = w.units["products"]
     if unit.issued == len(log):
