@@ -13,6 +13,7 @@ from .formats import bf16_bits, bf16_values, f16_bits, f16_values
 from .lanes import LANES, first, lanes
 from .memory import RANK_SHIFT, SHARED_WINDOW, Buffer, Memory, Shared
 from .parser import WIDTHS, Address, Name, Vector
+from .warp import Warp
 
 _TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "const", "local")
@@ -43,7 +44,7 @@ class Access:
     def __init__(self, space: str, size: int):
         self.space, self.size, self.span = space, size, np.arange(size)
 
-    def resolve(self, w, addresses: np.ndarray, what: str) -> tuple[Memory, np.ndarray]:
+    def resolve(self, w: Warp, addresses: np.ndarray, what: str) -> tuple[Memory, np.ndarray]:
         """The memory that the active lanes address, and offsets in it; checks alignment and bounds."""
         space, size = self.space, self.size
         if (addresses % size).any():
@@ -73,7 +74,7 @@ class Access:
         memory.check(int(offsets.min()), int(offsets.max()) + size, what)
         return memory, offsets
 
-    def load(self, w, addresses: np.ndarray) -> np.ndarray:
+    def load(self, w: Warp, addresses: np.ndarray) -> np.ndarray:
         """Bytes [lanes, size]."""
         memory, at = self.resolve(w, addresses, "read")
         index = at[:, None] + self.span
@@ -86,7 +87,7 @@ class Access:
             ordered(w, memory, index, "read of")
         return memory.data[index]
 
-    def store(self, w, addresses: np.ndarray, values: np.ndarray) -> None:
+    def store(self, w: Warp, addresses: np.ndarray, values: np.ndarray) -> None:
         """Write bytes [lanes, size]."""
         memory, at = self.resolve(w, addresses, "write")
         index = at[:, None] + self.span
@@ -114,12 +115,12 @@ def unique(at: np.ndarray, values: np.ndarray, memory: Memory) -> None:
             raise Fault("race", f"lanes of one store write different values to one address of {memory.name}")
 
 
-def count(w, at: np.ndarray, size: int) -> None:
+def count(w: Warp, at: np.ndarray, size: int) -> None:
     w.cta.cluster.stats.shared_accesses += 1
     w.cta.cluster.stats.bank_conflicts += bank_conflicts(at, size)
 
 
-def ordered(w, b: Buffer, index: Any, what: str, asynchronous: bool = False) -> None:
+def ordered(w: Warp, b: Buffer, index: Any, what: str, asynchronous: bool = False) -> None:
     """Global bytes that another warp of this launch wrote need a barrier between, and the async proxy its fence."""
     owner = b.owner[index]
     mine = w.cta.serial * 64 + w.index + 1
@@ -141,7 +142,7 @@ def ordered(w, b: Buffer, index: Any, what: str, asynchronous: bool = False) -> 
                         f"proxy after a write by {name} without fence.proxy.async between")
 
 
-def claim(w, b: Buffer, index: Any, asynchronous: bool = False) -> None:
+def claim(w: Warp, b: Buffer, index: Any, asynchronous: bool = False) -> None:
     """This warp writes global bytes."""
     ordered(w, b, index, "write to", asynchronous)
     b.owner[index] = w.cta.serial * 64 + w.index + 1
@@ -187,7 +188,7 @@ def _ld(form: Form) -> Run:
     access = Access(space, n * WIDTHS[t] // 8)
     dtype = DTYPES[t]
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         active = lanes(mask)
         raw = np.ascontiguousarray(access.load(w, get(w)[active])).view(dtype)
         for k, put in enumerate(puts):
@@ -213,7 +214,7 @@ def _st(form: Form) -> Run:
     gets = [form.value(o, t, loose=True) for o in items]
     access = Access(space, n * WIDTHS[t] // 8)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         active = lanes(mask)
         values = np.stack([g(w)[active] for g in gets], axis=1)
         access.store(w, get(w)[active], np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1))
@@ -247,7 +248,7 @@ def _ldmatrix(form: Form) -> Run:
     puts = [form.target(o, "b32") for o in items]
     access = Access("shared", 16)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         rows = np.ascontiguousarray(access.load(w, get(w)[: 8 * n])).view(np.uint16).reshape(n, 8, 8)
         if trans:
             rows = np.ascontiguousarray(rows.transpose(0, 2, 1))
@@ -263,7 +264,7 @@ def _stmatrix(form: Form) -> Run:
     gets = [form.value(o, "b32") for o in items]
     access = Access("shared", 16)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         rows = np.stack([np.ascontiguousarray(g(w)).view(np.uint16).reshape(8, 8) for g in gets])
         if trans:
             rows = rows.transpose(0, 2, 1)
@@ -321,7 +322,7 @@ def _atomic(form: Form) -> Run:
     access = Access(space, size * len(items))
     dtype = DTYPES[register]
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         active = np.flatnonzero(lanes(mask))
         memory, at = access.resolve(w, get(w)[active], "atomic access")
         index = at[:, None] + access.span

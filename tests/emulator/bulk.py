@@ -10,6 +10,7 @@ from .errors import Fault
 from .exchange import literal
 from .lanes import lanes
 from .tensors import tensor
+from .warp import Warp
 
 
 def _size(n: int) -> int:
@@ -30,7 +31,7 @@ def plain(form: Form, reduce: str, t: str) -> Run:
         form.done(4 + hint)
         dst, src, size, bar = form.address(0)[0], form.address(1)[0], form.get(2, "u32"), form.address(3)[0]
 
-        def load(w, mask: int) -> None:
+        def load(w: Warp, mask: int) -> None:
             for i in np.flatnonzero(lanes(mask)):
                 n = _size(int(size(w)[i]))
                 cta, at = shared_place(w, int(dst(w)[i]), n, 16, "bulk copy")
@@ -63,7 +64,7 @@ def plain(form: Form, reduce: str, t: str) -> Run:
     form.done(3 + hint)
     dst, src, size = form.address(0)[0], form.address(1)[0], form.get(2, "u32")
 
-    def store(w, mask: int) -> None:
+    def store(w: Warp, mask: int) -> None:
         for i in np.flatnonzero(lanes(mask)):
             n = _size(int(size(w)[i]))
             cta, at = shared_place(w, int(src(w)[i]), n, 16, "bulk copy")
@@ -123,7 +124,7 @@ def _small(form: Form) -> Run:
     if form.has("wait_all"):
         form.done(0)
 
-        def wait_all(w, mask: int) -> None:
+        def wait_all(w: Warp, mask: int) -> None:
             groups_of(w, "cp.async").commit(mask)
             groups_of(w, "cp.async").wait(w, mask, 0)
 
@@ -139,7 +140,7 @@ def _small(form: Form) -> Run:
         raise form.fail("copies 4, 8 or 16 bytes")
     partial = form.get(3, "u32") if len(form.operands) == 4 else None
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         for i in np.flatnonzero(lanes(mask)):
             cta, at = shared_place(w, int(dst(w)[i]), size, size, "cp.async")
             n = int(partial(w)[i]) if partial is not None else size

@@ -266,6 +266,7 @@ CASES: dict[str, Case] = _numbered([
     Case("documents d64", rows=100, keys=120, documents=True, empty="zero", batch=2),
     Case("dense batch", rows=70, keys=100, dense="bhqk", heads=(2, 2), batch=2, empty="zero"),
     Case("sink float32", rows=70, keys=90, sink="float32", heads=(2, 1), dims=(128, 128)),
+    Case("sink and padding", rows=64, keys=100, padding="all", batch=2, sink="bfloat16", empty="mean", heads=(2, 1)),
     # Scales, data, strides, layouts.
     Case("negative scale", rows=70, keys=130, scale=-0.125, dims=(128, 128)),
     Case("zero scale", rows=70, keys=130, scale=0.0),

@@ -9,6 +9,7 @@ from .decode import DTYPES, INTS, Form, Run, operation
 from .floating import canonical, flush, saturate, to32
 from .formats import bf16_bits, bf16_values, f16_bits, f16_values, fp8_bits, fp8_values, odd32
 from .parser import WIDTHS
+from .warp import Warp
 
 _INTEGERS = ("u8", "s8", *INTS)
 _FLOATS = ("f16", "bf16", "f32", "f64")
@@ -86,7 +87,7 @@ def _cvt(form: Form) -> Run:
         form.done(2)
         put, get, f = form.target(form.operands[0], d, loose=True), _values(form, 1, s), _INTEGRAL[name]
 
-        def run(w, mask: int) -> None:
+        def run(w: Warp, mask: int) -> None:
             x = get(w)
             if ftz:
                 x = np.where(np.abs(x) < 2.0**-126, 0.0, x)
@@ -128,7 +129,7 @@ def _float_to_float(form: Form, d: str, s: str) -> Run:
         raise form.fail("rounding is not known here")
     put = form.put(0, "b16" if d in ("f16", "bf16") else d)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         x = get(w)
         if integral:
             x = _INTEGRAL[integral](x)
@@ -198,7 +199,7 @@ def _packed(form: Form) -> Run:
         a = form.get(1, "f32" if s == "f32" else "b32")
         b = form.get(2, "f32") if s == "f32" else a
 
-        def run(w, mask: int) -> None:
+        def run(w: Warp, mask: int) -> None:
             if s == "f32":
                 hi, lo = a(w), b(w)
             else:

@@ -19,7 +19,7 @@ from .errors import Fault
 from .lanes import lanes
 from .memory import Buffer
 from .sync import barrier_place
-from .warp import Issuer
+from .warp import Issuer, Warp
 
 SHARED = ("shared::cta", "shared::cluster")
 
@@ -54,7 +54,7 @@ class Groups:
     """Groups that a lane has committed."""
     issued: int = 0
 
-    def add(self, w, action: Callable[[], None], lane: int) -> None:
+    def add(self, w: Warp, action: Callable[[], None], lane: int) -> None:
         """A copy that was just issued; its accesses are stamped `issued`."""
         copy = Copy(Issuer(w), action, lane, serial=self.issued)
         self.copies.append(copy)
@@ -68,7 +68,7 @@ class Groups:
                     c.group = number
             self.committed[lane] = number + 1
 
-    def wait(self, w, mask: int, allowed: int) -> None:
+    def wait(self, w: Warp, mask: int, allowed: int) -> None:
         """Complete all but the newest `allowed` groups of these lanes."""
         left = []
         for c in self.copies:
@@ -82,19 +82,19 @@ class Groups:
         self.copies = left
         w.clock.seen[self.agent] = min((c.serial - 1 for c in left), default=self.issued)
 
-    def at_exit(self, w) -> None:
+    def at_exit(self, w: Warp) -> None:
         if self.copies:
             raise Fault("exit", f"{w.name} ends with {len(self.copies)} {self.what} that nothing waits for")
 
 
-def groups_of(w, kind: str = "bulk") -> Groups:
+def groups_of(w: Warp, kind: str = "bulk") -> Groups:
     if kind not in w.units:
         what = "bulk copies from shared memory" if kind == "bulk" else "cp.async copies"
         w.units[kind] = Groups(w.cta.cluster.agents.new(f"{what} of {w.name}"), what)
     return w.units[kind]
 
 
-def shared_place(w, address: int, size: int, align: int, what: str) -> tuple[Cta, int]:
+def shared_place(w: Warp, address: int, size: int, align: int, what: str) -> tuple[Cta, int]:
     cta, at = w.cta.local(address)
     if at % align:
         raise Fault("misaligned", f"{what} at {at:#x} of shared memory: must be a multiple of {align}")
@@ -107,7 +107,7 @@ def words_of(at: int, size: int) -> slice:
     return slice(at // 4, (at + size + 3) // 4)
 
 
-def ready_barrier(w, address: int, space: str | None, what: str) -> tuple[Cta, int, MBarrier]:
+def ready_barrier(w: Warp, address: int, space: str | None, what: str) -> tuple[Cta, int, MBarrier]:
     """An mbarrier that a copy will complete on: the async proxy must know it."""
     cta, offset = barrier_place(w, address, space)
     b = cta.barrier(offset, w, what)
@@ -116,7 +116,7 @@ def ready_barrier(w, address: int, space: str | None, what: str) -> tuple[Cta, i
     return cta, offset, b
 
 
-def into_shared(w, targets: list[tuple[Cta, int, MBarrier]], size: int, source: Callable[[], np.ndarray],
+def into_shared(w: Warp, targets: list[tuple[Cta, int, MBarrier]], size: int, source: Callable[[], np.ndarray],
                 places: Callable[[int], np.ndarray]) -> None:
     """A copy of `size` bytes to the same offset of one or several CTAs, completing on their mbarriers.
 
@@ -138,7 +138,7 @@ def into_shared(w, targets: list[tuple[Cta, int, MBarrier]], size: int, source: 
     w.cta.cluster.stats.tma_copies += 1
 
 
-def from_shared(w, mask: int, cta: Cta, at: int, size: int, perform: Callable[[], None], again: bool = False) -> None:
+def from_shared(w: Warp, mask: int, cta: Cta, at: int, size: int, perform: Callable[[], None], again: bool = False) -> None:
     """A copy that reads shared memory and belongs to a bulk group of the executing thread.
 
     again: another lane of this instruction does the same; it is not counted, since the machine issues one.
@@ -153,7 +153,7 @@ def from_shared(w, mask: int, cta: Cta, at: int, size: int, perform: Callable[[]
     w.cta.cluster.stats.tma_copies += 1
 
 
-def put_global(w, b: Buffer, index: np.ndarray, data: np.ndarray, op: str, t: str) -> None:
+def put_global(w: Warp, b: Buffer, index: np.ndarray, data: np.ndarray, op: str, t: str) -> None:
     if op:
         b.need(index, "bulk reduction")
         dtype = DTYPES[t]

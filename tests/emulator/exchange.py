@@ -8,6 +8,7 @@ from .decode import BLOCK, DTYPES, Form, Get, Run, operation
 from .errors import Fault
 from .lanes import INDEX, LANES, bits, describe, first, lanes
 from .parser import Imm, Pair
+from .warp import Warp
 
 
 def members(form: Form, n: int) -> Get:
@@ -15,7 +16,7 @@ def members(form: Form, n: int) -> Get:
     return form.get(n, "b32")
 
 
-def agreed(w, get: Get, mask: int) -> int:
+def agreed(w: Warp, get: Get, mask: int) -> int:
     x = get(w)[lanes(mask)]
     if (x != x[0]).any():
         raise Fault("divergence", f"member masks {sorted({hex(int(v)) for v in x})} in one instruction")
@@ -35,7 +36,7 @@ def _shfl(form: Form) -> Run:
     put, put_p = form.target(puts[0], "b32"), form.target(puts[1], "pred")
     a, b, c, who = form.get(1, "b32"), form.get(2, "b32"), form.get(3, "b32"), members(form, 4)
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         m = agreed(w, who, mask)
         if not w.together(mask, m):
             return BLOCK
@@ -75,7 +76,7 @@ def _vote(form: Form) -> Run:
     form.done(3)
     put, a, who = form.put(0, "b32" if mode == "ballot" else "pred"), form.get(1, "pred"), members(form, 2)
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         if not w.together(mask, agreed(w, who, mask)):
             return BLOCK
         yes = bits(a(w)) & mask
@@ -100,7 +101,7 @@ def _elect(form: Form) -> Run:
         raise form.fail("needs d|p")
     put, put_p, who = form.target(o.first, "b32"), form.target(o.second, "pred"), members(form, 1)
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         if not w.together(mask, agreed(w, who, mask)):
             return BLOCK
         leader = first(mask)
@@ -122,7 +123,7 @@ def _redux(form: Form) -> Run:
     f = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
          "xor": np.bitwise_xor}[op]
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         if not w.together(mask, agreed(w, who, mask)):
             return BLOCK
         put(w, np.full(LANES, f.reduce(a(w)[lanes(mask)]), DTYPES[t]), mask)
@@ -143,7 +144,7 @@ def _match(form: Form) -> Run:
     put, put_p = form.target(pair[0], "b32"), form.target(pair[1], "pred")
     a, who = form.get(1, t), members(form, 2)
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         if not w.together(mask, agreed(w, who, mask)):
             return BLOCK
         x, active = a(w), lanes(mask)

@@ -10,6 +10,7 @@ from .decode import BITS, DTYPES, INTS, Form, Run, operation
 from .errors import Fault
 from .lanes import lanes
 from .parser import WIDTHS, Pair
+from .warp import Warp
 
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
@@ -101,7 +102,7 @@ def _div(form: Form) -> Run:
     put, a, b = form.put(0, t), form.get(1, t), form.get(2, t)
     f = quotient if form.op == "div" else remainder
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         x, y = a(w), b(w)
         if (y == 0)[lanes(mask)].any():
             raise Fault("undefined", "integer division by zero, whose result the ISA leaves to the machine")
@@ -320,7 +321,7 @@ def _setp(form: Form) -> Run:
         put = form.put(0, out)
         true = 1.0 if out == "f32" else -1
 
-        def run_set(w, mask: int) -> None:
+        def run_set(w: Warp, mask: int) -> None:
             x = f(a(w), b(w))
             if join is not None and c is not None:
                 x = join(x, c(w))
@@ -332,7 +333,7 @@ def _setp(form: Form) -> Run:
         p = puts[0]
         return lambda w, mask: p(w, f(a(w), b(w)), mask)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         x = f(a(w), b(w))
         both = (x, ~x)
         for p, v in zip(puts, both, strict=False):

@@ -9,6 +9,7 @@ from .errors import Fault
 from .lanes import lanes
 from .memory import PARAM_BASE, RANK_SHIFT, SHARED_WINDOW
 from .parser import WIDTHS, Vector
+from .warp import Warp
 
 _ALL = ("pred", "b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")
 
@@ -27,7 +28,7 @@ def _keeping_time(form: Form, run: Run) -> Run:
     if not reads:
         return run
 
-    def copy(w, mask: int) -> None:
+    def copy(w: Warp, mask: int) -> None:
         wrote = w.r.wrote
         before = max(wrote[i] for i in reads)
         run(w, mask)
@@ -43,7 +44,7 @@ def _plain_mov(form: Form, t: str, d: Operand, s: Operand) -> Run:
         puts = [form.target(o, f"b{n}") for o in d.items]
         get = form.get(1, t)
 
-        def unpack(w, mask: int) -> None:
+        def unpack(w: Warp, mask: int) -> None:
             x = get(w)
             for k, put in enumerate(puts):
                 put(w, (x >> x.dtype.type(n * k)).astype(f"u{n // 8}"), mask)
@@ -55,7 +56,7 @@ def _plain_mov(form: Form, t: str, d: Operand, s: Operand) -> Run:
         put = form.put(0, t)
         wide = np.dtype(f"u{WIDTHS[t] // 8}").type
 
-        def pack(w, mask: int) -> None:
+        def pack(w: Warp, mask: int) -> None:
             x = np.zeros(32, wide)
             for k, g in enumerate(gets):
                 x |= g(w).astype(wide) << wide(n * k)
@@ -76,7 +77,7 @@ def _cvta(form: Form) -> Run:
     if not space.startswith("shared"):
         return lambda w, mask: put(w, get(w), mask)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         a = get(w).astype(np.int64)
         if not to:
             a = np.where(a >> RANK_SHIFT == 0, a + (w.cta.rank + 1 << RANK_SHIFT), a) + SHARED_WINDOW
@@ -97,7 +98,7 @@ def _isspacep(form: Form) -> Run:
     form.done(2)
     put, get = form.put(0, "pred"), form.get(1, "u64")
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         a = np.where(lanes(mask), get(w), PARAM_BASE)
         put(w, np.array([w.cta.space(int(x)) == space.split("::")[0] for x in a]), mask)
 
@@ -111,7 +112,7 @@ def _mapa(form: Form) -> Run:
     form.done(3)
     put, get, rank = form.put(0, t), form.get(1, t), form.get(2, "u32")
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         a, n = get(w).astype(np.int64), rank(w).astype(np.int64)
         far = (n >= len(w.cta.cluster.ctas)) & lanes(mask)
         if far.any():
@@ -130,7 +131,7 @@ def _getctarank(form: Form) -> Run:
     form.done(2)
     put, get = form.put(0, "u32"), form.get(1, t)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         a = get(w).astype(np.int64) - (0 if space else SHARED_WINDOW)
         rank = a >> RANK_SHIFT
         put(w, np.where(rank == 0, w.cta.rank, rank - 1).astype(np.uint32), mask)
@@ -150,7 +151,7 @@ def _control(form: Form) -> Run:
 def _trap(form: Form) -> Run:
     form.done(0)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         raise Fault("trap", "the kernel executes trap")
 
     return run
@@ -175,7 +176,7 @@ def _prefetch(form: Form) -> Run:
     form.done(1)
     get, _ = form.address(0)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         if kind == "tensormap":
             for a in {int(x) for x in get(w)[lanes(mask)]}:
                 if a not in w.cta.maps:

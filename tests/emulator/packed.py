@@ -9,6 +9,7 @@ import numpy as np
 from .decode import Form, Run
 from .floating import ROUNDINGS, canonical, flush, fma64, larger, odd_sum, smaller, to32
 from .formats import bf16_bits, bf16_values, f16_bits, f16_values, odd32
+from .warp import Warp
 
 Arith = Callable[..., np.ndarray]
 
@@ -37,7 +38,7 @@ def _halves(form: Form, t: str, n: int, f: Arith, relu: bool = False, sat: bool 
             out = np.where(small, out & np.uint16(0x8000), out)
         return out
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         x = [g(w) for g in gets]
         if not pair:
             put(w, one(x), mask)
@@ -56,7 +57,7 @@ def _pairs32(form: Form, n: int, f: Arith) -> Run:
     put = form.put(0, "b64")
     gets = [form.get(i + 1, "b64") for i in range(n)]
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         x = [np.ascontiguousarray(g(w)).view(np.float32) for g in gets]
         if ftz:
             x = [flush(v) for v in x]

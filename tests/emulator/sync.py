@@ -12,11 +12,12 @@ from .exchange import agreed
 from .lanes import LANES, lanes
 from .memory import SHARED_WINDOW
 from .parser import Address
+from .warp import Warp
 
 _SPACES = ("shared", "shared::cta", "shared::cluster")
 
 
-def barrier_place(w, address: int, space: str | None) -> tuple[Cta, int]:
+def barrier_place(w: Warp, address: int, space: str | None) -> tuple[Cta, int]:
     """CTA and offset of an mbarrier's address, checked for alignment."""
     if space is None:
         address -= SHARED_WINDOW
@@ -27,7 +28,7 @@ def barrier_place(w, address: int, space: str | None) -> tuple[Cta, int]:
     return cta, offset
 
 
-def find(w, address: int, space: str | None, what: str) -> MBarrier:
+def find(w: Warp, address: int, space: str | None, what: str) -> MBarrier:
     cta, offset = barrier_place(w, address, space)
     return cta.barrier(offset, w, what)
 
@@ -57,7 +58,7 @@ def _mbarrier(form: Form) -> Run:
         form.done(2)
         get, count = form.address(0)[0], form.get(1, "u32")
 
-        def init(w, mask: int) -> None:
+        def init(w: Warp, mask: int) -> None:
             for i in np.flatnonzero(lanes(mask)):
                 _init(w, int(get(w)[i]), int(count(w)[i]), space)
 
@@ -66,7 +67,7 @@ def _mbarrier(form: Form) -> Run:
         form.done(1)
         get = form.address(0)[0]
 
-        def inval(w, mask: int) -> None:
+        def inval(w: Warp, mask: int) -> None:
             for i in np.flatnonzero(lanes(mask)):
                 b = find(w, int(get(w)[i]), space, "mbarrier.inval")
                 cta, offset = barrier_place(w, int(get(w)[i]), space)
@@ -81,7 +82,7 @@ def _mbarrier(form: Form) -> Run:
         form.done(2)
         get, size = form.address(0)[0], form.get(1, "u32")
 
-        def tx(w, mask: int) -> None:
+        def tx(w: Warp, mask: int) -> None:
             for i in np.flatnonzero(lanes(mask)):
                 b = find(w, int(get(w)[i]), space, f"mbarrier.{kind}")
                 (b.expect if kind == "expect_tx" else b.deliver)(int(size(w)[i]))
@@ -90,7 +91,7 @@ def _mbarrier(form: Form) -> Run:
     return _arrive(form, kind, space, expect)
 
 
-def _init(w, address: int, count: int, space: str | None) -> None:
+def _init(w: Warp, address: int, count: int, space: str | None) -> None:
     cta, offset = barrier_place(w, address, space)
     if offset in cta.barriers:
         raise Fault("barrier", f"init of an mbarrier at {offset:#x} that is in use")
@@ -111,7 +112,7 @@ def _arrive(form: Form, kind: str, space: str | None, expect: bool) -> Run:
     get = form.address(k)[0]
     more = form.get(k + 1, "u32") if len(form.operands) == k + 2 else None
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         states = np.zeros(LANES, np.uint64)
         for i in np.flatnonzero(lanes(mask)):
             b = find(w, int(get(w)[i]), space, "arrival at")
@@ -137,7 +138,7 @@ def _wait(form: Form, kind: str, space: str | None) -> Run:
     if len(form.operands) == 4:
         form.get(3, "u32")
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         active = np.flatnonzero(lanes(mask))
         addresses, states = get(w)[active], state(w)[active]
         done = np.zeros(LANES, bool)
@@ -195,7 +196,7 @@ def _bar(form: Form) -> Run:
     put = form.put(0, "u32" if vote == "popc" else "pred") if k else None
     yes = form.get(len(form.operands) - 1, "pred") if k else None
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         active = lanes(mask)
         token = w.path.token
         if token is None:
@@ -240,7 +241,7 @@ def _cluster(form: Form) -> Run:
     form.converged = form.has("aligned")
     form.done(0)
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         cluster = w.cta.cluster
         b: NamedBarrier = cluster.barrier
         if kind == "arrive":
@@ -267,7 +268,7 @@ class ClusterPhase:
 
     mine: int | None = None
 
-    def at_exit(self, w) -> None:
+    def at_exit(self, w: Warp) -> None:
         """Leaving between arrive and wait is allowed."""
 
 
@@ -287,7 +288,7 @@ def _fence(form: Form) -> Run:
             form.opt("global", "shared::cta", "shared::cluster", "shared::{cta,cluster}")
             form.done(0)
 
-            def run(w, mask: int) -> None:
+            def run(w: Warp, mask: int) -> None:
                 w.clock.fence()
                 w.tick()
                 _publish_barriers(w)
@@ -304,7 +305,7 @@ def _fence(form: Form) -> Run:
     return lambda w, mask: None
 
 
-def _publish_barriers(w) -> None:
+def _publish_barriers(w: Warp) -> None:
     for b in w.cta.barriers.values():
         if w.clock.seen[b.owner] >= b.at:
             b.fenced = True
@@ -323,7 +324,7 @@ def _setmaxnreg(form: Form) -> Run:
     if not 24 <= n <= 256 or n % 8:
         raise form.fail(f"{n} registers: must be 24 to 256 and a multiple of 8")
 
-    def run(w, mask: int):
+    def run(w: Warp, mask: int):
         have = w.register_count
         cta = w.cta
         if more and n < have or not more and n > have:

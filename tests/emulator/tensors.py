@@ -14,16 +14,17 @@ from .errors import Fault
 from .lanes import lanes
 from .parser import Address
 from .tensormap import TensorMap
+from .warp import Warp
 
 
-def _map(w, address: int) -> TensorMap:
+def _map(w: Warp, address: int) -> TensorMap:
     found = w.cta.maps.get(address)
     if found is None:
         raise Fault("bounds", f"no tensor map at {address:#x}")
     return found
 
 
-def _read_tensor(w, m: TensorMap, start: list[int]) -> Callable[[], np.ndarray]:
+def _read_tensor(w: Warp, m: TensorMap, start: list[int]) -> Callable[[], np.ndarray]:
     """Check a box when its copy is issued; the result reads it when the copy happens."""
     at, inside = m.elements(start)
     b = m.buffer
@@ -42,7 +43,7 @@ def _read_tensor(w, m: TensorMap, start: list[int]) -> Callable[[], np.ndarray]:
     return read
 
 
-def _write_tensor(w, m: TensorMap, start: list[int], data: np.ndarray, op: str, t: str) -> None:
+def _write_tensor(w: Warp, m: TensorMap, start: list[int], data: np.ndarray, op: str, t: str) -> None:
     at, inside = m.elements(start)
     b = m.buffer
     assert b is not None
@@ -88,7 +89,7 @@ def _load(form: Form, rank: int, many: bool, hint: bool) -> Run:
     which = form.get(3, "u16") if many else None
     _hint(form, hint)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         for i in np.flatnonzero(lanes(mask)):
             m = _map(w, int(src(w)[i]))
             start = [int(c(w)[i]) for c in coordinates]
@@ -122,7 +123,7 @@ def _store(form: Form, rank: int, hint: bool, reduce: str) -> Run:
     coordinates = _coordinates(form, 0, rank)
     _hint(form, hint)
 
-    def run(w, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         before: set[tuple[int, ...]] = set()
         for i in np.flatnonzero(lanes(mask)):
             m = _map(w, int(dst(w)[i]))

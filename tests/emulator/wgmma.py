@@ -17,7 +17,7 @@ from .errors import Fault
 from .lanes import FULL, lanes
 from .matrix import ITEM, Descriptor, Tile, decode
 from .parser import Reg, Vector
-from .warp import Issuer
+from .warp import Issuer, Warp
 
 
 @lru_cache(maxsize=8)
@@ -58,7 +58,7 @@ class Product:
 class Products:
     """The products of one warp in the order of their issue."""
 
-    w: Any
+    w: Warp
     queue: list[Product] = field(default_factory=list)
     groups: int = 0
     sums: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Products:
         seen = self.w.clock.seen
         seen[self.w.products] = max(int(seen[self.w.products]), limit)
 
-    def at_exit(self, w: Any) -> None:
+    def at_exit(self, w: Warp) -> None:
         if self.queue:
             raise Fault("exit", f"{w.name} ends with {len(self.queue)} products that nothing waits for")
 
@@ -160,7 +160,7 @@ def _wgmma(form: Form) -> Run:
     if kind == "commit_group":
         return lambda w, mask: _products(w).commit()
 
-    def fence(w: Any, mask: int) -> None:
+    def fence(w: Warp, mask: int) -> None:
         w.r.epoch += 1
 
     return fence
@@ -200,7 +200,7 @@ def _mma(form: Form) -> Run:
     major_b = "mn" if wide and transposed[-1] else "k"
     line = form.i.line
 
-    def run(w: Any, mask: int) -> None:
+    def run(w: Warp, mask: int) -> None:
         r, unit = w.r, _products(w)
         accumulate = _one(scale_d(w), mask, "scale-d")
         b_value = _one(b_get(w), mask, "the descriptor of B")
@@ -230,7 +230,7 @@ def _one(x: np.ndarray, mask: int, what: str) -> int:
     return int(v[0])
 
 
-def _agree(w: Any, call: tuple[Any, ...]) -> None:
+def _agree(w: Warp, call: tuple[Any, ...]) -> None:
     """The four warps of a warpgroup execute the same products with the same operands (9.7.15, ``.aligned``)."""
     log = w.cta.group_log.setdefault(w.index // 4, [])
     unit = w.units["products"]
@@ -242,7 +242,7 @@ def _agree(w: Any, call: tuple[Any, ...]) -> None:
     unit.issued += 1
 
 
-def _check_registers(w: Any, d: tuple[int, ...], a: tuple[int, ...], accumulate: bool) -> None:
+def _check_registers(w: Warp, d: tuple[int, ...], a: tuple[int, ...], accumulate: bool) -> None:
     """wgmma.fence orders ordinary writes of the product's registers before it; the first product always needs one.
 
     A mov between registers passes on the time of the write that it copies: the compiler packs fragments of A behind the
