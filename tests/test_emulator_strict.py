@@ -226,6 +226,24 @@ def test_arguments_are_checked() -> None:
         emulate(p.text(), 1, [b"1234", 1, 2])
 
 
+@pytest.mark.parametrize(("step", "size", "extra"), [(4, 4, 0), (8, 4, 1), (128, 4, 31), (16, 16, 0), (64, 16, 12), (0, 4, 0)])
+def test_bank_conflicts_are_counted(step: int, size: int, extra: int) -> None:
+    """32 lanes, `size` bytes each, `step` bytes apart: passes beyond one for each 128 bytes; one word for all is no conflict."""
+    if size == 4:
+        body = f"mov.b32 m, smem; mad.lo.u32 s, %lane, {step}, m; mov.b32 u, 1; st.shared.b32 [s], u;"
+    else:
+        body = f"mov.b32 m, smem; mad.lo.u32 s, %lane, {step}, m; mov.b32 u, 1; st.shared.v4.b32 [s], {{u, u, u, u}};"
+    p = program(body, threads=32, shared=8192)
+    _, stats = emulate(p.text(), 1, [np.zeros(16, np.uint8)] * 3)
+    assert stats.shared_accesses == 1 and stats.bank_conflicts == extra
+    assert stats.instructions["mad.lo.u32"] == 1 and stats.total == sum(stats.instructions.values())
+
+
+def test_waits_are_counted() -> None:
+    _, stats = emulate(program("bar.sync 0; bar.sync 0;", threads=128).text(), 1, [np.zeros(16, np.uint8)] * 3)
+    assert stats.barrier_waits["bar"] == 2 * 3 and stats.warps == 4  # the last of four warps does not wait
+
+
 @pytest.mark.parametrize(("body", "want"), [
     ("ld.const.b32 t, [table+12];", [-40] * 4),
     (".reg .b64 c, w; mov.u64 c, table; and.b32 u, i, 3; shl.b32 u, u, 2; cvt.u64.u32 w, u; add.u64 c, c, w; ld.const.b32 t, [c];",

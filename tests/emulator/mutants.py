@@ -56,7 +56,7 @@ def _list() -> list[Mutant]:
     add("double arrive", PLAIN, lambda t: t.twice(r"mbarrier\.arrive\.shared.*" + V_EMPTY, 0), fast=True)
     add("arrive by all lanes", PLAIN, _arrive_by_all)
     add("arrive on the other barrier", PLAIN, lambda t: t.sub(r"(mbarrier\.arrive\.shared.*)\+96\]", r"\1+64]", 0))
-    add("arrive before the scores are read", PLAIN, _early_release)
+    add("release of K before its product is done", PLAIN, lambda t: _early(t, K_EMPTY, 1))
     add("dropped arrive: Q not released", AGAIN, lambda t: t.drop_all(r"mbarrier\.arrive\.shared.*\[%r\d+\+16\]"))
     # Barriers: transaction counts.
     add("bytes not expected", PLAIN, lambda t: t.drop(r"mbarrier\.arrive\.expect_tx.*" + K_FULL))
@@ -111,7 +111,7 @@ def _list() -> list[Mutant]:
     add("wait for one group too few", PLAIN, lambda t: t.sub(r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;"))
     add("no wait for PV in the loop", PLAIN, lambda t: t.sub(r"(wgmma\.wait_group\S+\s+)0;", r"\g<1>1;", 1))
     add("no wait for the last PV", PLAIN, lambda t: t.drop(r"wgmma\.wait_group", -1))
-    add("release of V before its product is done", PLAIN, _release_v_early)
+    add("release of V before its product is done", PLAIN, lambda t: _early(t, V_EMPTY, 0))
     # Masks.
     add("off-by-one in the end of the keys", PLAIN, lambda t: t.sub(r"setp\.lt\.s32(\s+%p\d+, %r\d+), 16;", r"setp.lt.s32\1, 17;", 0,
                                                                   "hidden = right < c"), fast=True)
@@ -169,17 +169,9 @@ def _arrive_by_all(t: Text) -> None:
     t.lines[j] = ""
 
 
-def _early_release(t: Text) -> None:
-    """K is released before its product is waited for."""
-    i = t.find(r"mbarrier\.arrive\.shared.*" + K_EMPTY)[1]
-    wait = max(k for k in t.find(r"wgmma\.wait_group") if k < i)
-    after = min(k for k in range(i, len(t.lines)) if t.lines[k].startswith("$L__"))
-    t.lines[after] += " " + t.lines[wait].strip()
-    t.lines[wait] = ""
-
-
-def _release_v_early(t: Text) -> None:
-    i = t.find(r"mbarrier\.arrive\.shared.*" + V_EMPTY)[0]
+def _early(t: Text, stage: str, nth: int) -> None:
+    """A stage is released before the product that reads it is waited for."""
+    i = t.find(r"mbarrier\.arrive\.shared.*" + stage)[nth]
     wait = max(k for k in t.find(r"wgmma\.wait_group") if k < i)
     after = min(k for k in range(i, len(t.lines)) if t.lines[k].startswith("$L__"))
     t.lines[after] += " " + t.lines[wait].strip()

@@ -12,6 +12,7 @@ from .cta import Cta
 from .decode import Form, Run
 from .errors import Fault
 from .lanes import lanes
+from .memory import Buffer
 from .parser import Address
 from .tensormap import TensorMap
 from .warp import Warp
@@ -24,19 +25,27 @@ def _map(w: Warp, address: int) -> TensorMap:
     return found
 
 
-def _read_tensor(w: Warp, m: TensorMap, start: list[int]) -> Callable[[], np.ndarray]:
-    """Check a box when its copy is issued; the result reads it when the copy happens."""
+def _box(m: TensorMap, start: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
+    """Buffer of a map, offsets of the bytes of the box's elements that are inside the tensor, which elements those are."""
     at, inside = m.elements(start)
     b = m.buffer
-    assert b is not None
+    if b is None:
+        raise ValueError("a tensor map that is not bound to a launch")
     index = at[inside][:, None] + np.arange(m.itemsize)
     if index.size:
         b.check(int(index.min()), int(index.max()) + 1, "tensor copy")
+    return b, index, inside
+
+
+def _read_tensor(w: Warp, m: TensorMap, start: list[int]) -> Callable[[], np.ndarray]:
+    """Check a box when its copy is issued; the result reads it when the copy happens."""
+    b, index, inside = _box(m, start)
+    if index.size:
         b.need(index, "tensor copy")
         ordered(w, b, index, "tensor copy from", asynchronous=True)
 
     def read() -> np.ndarray:
-        data = np.zeros((len(at), m.itemsize), np.uint8)
+        data = np.zeros((len(inside), m.itemsize), np.uint8)
         data[inside] = b.data[index]
         return data
 
@@ -44,12 +53,8 @@ def _read_tensor(w: Warp, m: TensorMap, start: list[int]) -> Callable[[], np.nda
 
 
 def _write_tensor(w: Warp, m: TensorMap, start: list[int], data: np.ndarray, op: str, t: str) -> None:
-    at, inside = m.elements(start)
-    b = m.buffer
-    assert b is not None
-    index = at[inside][:, None] + np.arange(m.itemsize)
+    b, index, inside = _box(m, start)
     if index.size:
-        b.check(int(index.min()), int(index.max()) + 1, "tensor copy")
         put_global(w, b, index, data[inside], op, t)
 
 

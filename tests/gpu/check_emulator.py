@@ -15,7 +15,6 @@ import json
 import platform
 import sys
 import time
-from importlib import import_module, metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from check_forward import version  # noqa: E402
 from emulator import driver  # noqa: E402
 from emulator.all_programs import by_name  # noqa: E402
 from emulator.cases import CASES, build  # noqa: E402
@@ -99,14 +99,6 @@ def finish(work: Any, names: list[str], patience: float = 120.0, start: float = 
         elif late and (process.exitcode or late == left):
             found[late[0]] = {"error": f"the process ended with {process.exitcode}"}
     return found
-
-
-def version(distribution: str, module: str) -> str:
-    """Version of an installed package, also where it was unpacked without its metadata."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return str(getattr(import_module(module), "__version__", "unknown"))
 
 
 def main() -> int:
