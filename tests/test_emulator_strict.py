@@ -89,6 +89,10 @@ BAD: dict[str, tuple[str, str, str]] = {
     "read of a copy before its wait": (GOOD["copy in"].replace(WAIT, ""), "uninitialised|race", ""),
     # Proxies.
     "no fence before a bulk copy": (GOOD["copy out"].replace("fence.proxy.async.shared::cta;", ""), "proxy", "fence.proxy.async"),
+    "fence by another lane": (GOOD["copy out"].replace("fence.proxy", "setp.eq.u32 y, %lane, 5; @y fence.proxy"), "proxy",
+                              "fence.proxy.async"),
+    "relaxed wait": (GOOD["mbarrier"].replace("parity.shared", "parity.relaxed.cluster.shared"), "race", "not ordered"),
+    "relaxed arrival": (GOOD["mbarrier"].replace("arrive.shared", "arrive.relaxed.cluster.shared"), "race", "not ordered"),
     "fence before the write": (STORE.replace("st.shared", "fence.proxy.async.shared::cta; st.shared") + "bar.sync 0; "
                                + GOOD["copy out"].split("bar.sync 0;")[1], "proxy", "fence.proxy.async"),
     "no fence before a bulk copy of global memory": (

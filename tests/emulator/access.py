@@ -103,6 +103,7 @@ class Access:
             raise Fault("bounds", f"write to {memory.name}")
         memory.data[index] = values
         memory.known[index] = True
+        w.unfenced |= w.active
 
 
 def unique(at: np.ndarray, values: np.ndarray, memory: Memory) -> None:

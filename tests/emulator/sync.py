@@ -49,11 +49,11 @@ def _mbarrier(form: Form) -> Run:
         return lambda w, mask: put(w, (get(w) & np.uint64(0xFFFFF)).astype(np.uint32), mask)
     expect = kind.startswith("arrive") and form.has("expect_tx")
     form.has("noComplete")
-    form.opt("release", "acquire", "relaxed")
+    relaxed = form.opt("release", "acquire", "relaxed") == "relaxed"
     form.opt("cta", "cluster")
     space = form.opt(*_SPACES)
     if kind in ("test_wait", "try_wait"):
-        return _wait(form, kind, space)
+        return _wait(form, kind, space, relaxed)
     if kind == "init":
         form.done(2)
         get, count = form.address(0)[0], form.get(1, "u32")
@@ -88,7 +88,7 @@ def _mbarrier(form: Form) -> Run:
                 (b.expect if kind == "expect_tx" else b.deliver)(int(size(w)[i]))
 
         return tx
-    return _arrive(form, kind, space, expect)
+    return _arrive(form, kind, space, expect, relaxed)
 
 
 def _init(w: Warp, address: int, count: int, space: str | None) -> None:
@@ -103,7 +103,7 @@ def _init(w: Warp, address: int, count: int, space: str | None) -> None:
     cta.shared.known[offset:offset + 8] = True
 
 
-def _arrive(form: Form, kind: str, space: str | None, expect: bool) -> Run:
+def _arrive(form: Form, kind: str, space: str | None, expect: bool, relaxed: bool) -> Run:
     drop = kind == "arrive_drop"
     result = not isinstance(form.operands[0], Address)
     k = 1 if result else 0
@@ -120,7 +120,7 @@ def _arrive(form: Form, kind: str, space: str | None, expect: bool) -> Run:
             if expect:
                 b.expect(n)
                 n = 1
-            phase = b.arrive(w.clock, (w.agent, int(i)), w.name, n, drop)
+            phase = b.arrive(Clock() if relaxed else w.clock, (w.agent, int(i)), w.name, n, drop)
             states[i] = _state(b, phase)
         w.tick()
         if put is not None:
@@ -129,7 +129,7 @@ def _arrive(form: Form, kind: str, space: str | None, expect: bool) -> Run:
     return run
 
 
-def _wait(form: Form, kind: str, space: str | None) -> Run:
+def _wait(form: Form, kind: str, space: str | None, relaxed: bool) -> Run:
     """test_wait answers at once; try_wait is held back until the phase is complete (its time limit is the machine's)."""
     parity = form.has("parity")
     form.done(*((3,) if kind == "test_wait" else (3, 4)))
@@ -160,7 +160,7 @@ def _wait(form: Form, kind: str, space: str | None) -> Run:
                 return w.block("mbarrier", lambda: f"parity {p} of {b.describe()}", lambda: b.phase & 1 != p)
             return w.block("mbarrier", lambda: f"phase {p >> 20} of {b.describe()}", lambda: b.phase > p >> 20)
         for b, _, ok in found:
-            if ok:
+            if ok and not relaxed:
                 w.clock.join(b.complete)
         put(w, done, mask)
         return None
@@ -289,8 +289,7 @@ def _fence(form: Form) -> Run:
             form.done(0)
 
             def run(w: Warp, mask: int) -> None:
-                w.clock.fence()
-                w.tick()
+                w.proxy_fence(mask)
                 _publish_barriers(w)
 
             return run

@@ -75,6 +75,10 @@ class Warp:
         self.clock = Clock()
         self.clock.seen[self.agent] = 1
         self.register_count = cta.launch_registers
+        self.active = 0
+        """Lanes of the instruction that is running."""
+        self.unfenced = 0
+        """Lanes that have written memory since they last executed a proxy fence."""
         self.last_line: Step | None = None
         self.units: dict[str, Any] = {}
         """State of asynchronous units, made on first use: products, bulk groups."""
@@ -88,6 +92,15 @@ class Warp:
     def tick(self) -> None:
         """What this warp does from here on is later than what it has published."""
         self.clock.seen[self.agent] += 1
+
+    def proxy_fence(self, mask: int) -> None:
+        """What the fencing lanes have behind them is visible to the async proxy; other lanes' own writes are not."""
+        own = int(self.clock.fenced[self.agent])
+        self.clock.fence()
+        self.unfenced &= ~mask
+        if self.unfenced:
+            self.clock.fenced[self.agent] = own
+        self.tick()
 
     def block(self, kind: str, reason: Callable[[], str], ready: Callable[[], bool]) -> Any:
         """The current path waits; its instruction runs again afterwards."""
@@ -196,6 +209,7 @@ class Warp:
                         undefined = True
                     if busy and i in busy:
                         raise r.missing(i, active)
+                self.active = active
                 if undefined:
                     self._pass_on(step, active)
                 elif step.run(self, active) is BLOCK:
