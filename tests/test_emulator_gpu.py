@@ -1,20 +1,23 @@
 """The emulator beside a GPU: the outcome of tests/gpu/check_emulator.py, committed as JSON, against emulated runs."""
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from emulator import compare as compare_module
 from emulator.all_programs import by_name
 from emulator.cases import CASES, CI, build
 from emulator.compare import GPU, beside_gpu, program_beside_gpu
 from emulator.digest import compare, of_program, of_tensor, raw_of
 from emulator.driver import moved
-from emulator.forward import Launcher
+from emulator.forward import Launcher, attention
 from emulator.judge import run
 
 REASON = ("the emulator has not been compared with a GPU: tests/results/emulator_h200.json does not exist; "
@@ -97,6 +100,50 @@ def test_tensors_keep_their_strides_on_the_way() -> None:
     x = torch.randn(2, 10, 3, 16).transpose(1, 2)[:, 1:2, 2:]
     y = moved(x, "cpu")
     assert torch.equal(x, y) and x.stride() == y.stride() and x.data_ptr() != y.data_ptr()
+
+
+class _Answers(dict):
+    """A pipe that keeps what is sent."""
+
+    def send(self, item: tuple[str, Any]) -> None:
+        self[item[0]] = item[1]
+
+
+def test_from_a_run_to_its_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """check_emulator.py and emulator.compare end to end, with the emulator in the GPU's place, and with a wrong GPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+    import check_emulator
+
+    def finish(work: Any, names: list[str]) -> dict[str, Any]:
+        answers = _Answers()
+        work(names, answers)
+        return answers
+
+    monkeypatch.setattr(check_emulator, "finish", finish)
+    monkeypatch.setattr(check_emulator.driver, "run", lambda p: p.emulated())
+    monkeypatch.setattr(check_emulator.driver, "moved", lambda x, device: x)
+    monkeypatch.setattr(check_emulator, "api", SimpleNamespace(attention=attention))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(check_emulator, "version", lambda *_: "none")
+    kept, result = tmp_path / "gpu.json", tmp_path / "compare.json"
+    monkeypatch.setattr("sys.argv", ["check_emulator.py", "--only", "sink", "--out", str(kept)])
+    assert check_emulator.main() == 0
+    monkeypatch.setattr("sys.argv", ["compare", "--only", "sink", "--gpu", str(kept), "--out", str(result)])
+    assert compare_module.main() == 0
+    report = json.loads(result.read_text())
+    assert report["cases"] == report["bit_equal"] == 3 and not report["different_programs"]
+
+    wrong = json.loads(kept.read_text())
+    entry = wrong["cases"]["sink"]["lse"]
+    entry["sample"] = base64.b64encode(bytes(len(base64.b64decode(entry["sample"])))).decode()
+    kept.write_text(json.dumps(wrong))
+    assert compare_module.main() == 1
+
+    monkeypatch.setattr(check_emulator.driver, "run", lambda p: ([tuple(x ^ 1 for x in row) for row in p.emulated()[0]], ()))
+    monkeypatch.setattr("sys.argv", ["check_emulator.py", "--only", "popc.b32", "--out", str(kept)])
+    assert check_emulator.main() == 1
+    assert "unexpected" in json.loads(kept.read_text())["programs"]["popc.b32"]
 
 
 def _answers(names: list[str], answer: Any) -> None:
