@@ -3,10 +3,14 @@ whose result is committed."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from emulator.forward import Launcher
+from emulator.judge import run, verdict
 from emulator.mutants import MUTANTS, hunt
+from emulator.mutate import Stale
 
 RESULT = Path(__file__).parent / "results" / "emulator_mutants.json"
 
@@ -16,6 +20,24 @@ def test_mutant_is_caught(name: str) -> None:
     found = hunt(MUTANTS[name], range(3))
     assert found["caught"]
     _useful(found)
+
+
+def test_an_edit_that_finds_nothing_says_so() -> None:
+    m = replace(MUTANTS["negated product"], edit=lambda t: t.sub("no such instruction", "nothing"))
+    with pytest.raises(Stale, match="'negated product' no longer applies"):
+        hunt(m, [0])
+    m = replace(m, edit=lambda t: t.sub(r"wgmma\.fence", "wgmma.fence"))
+    with pytest.raises(Stale, match="changes nothing"):
+        hunt(m, [0])
+
+
+@pytest.mark.parametrize("case", sorted({m.case.name for m in MUTANTS.values()}))
+def test_the_kernel_itself_passes(case: str) -> None:
+    """What catches a mutant is its fault, not the case."""
+    c = next(m.case for m in MUTANTS.values() if m.case.name == case)
+    for seed in range(2):
+        out, lse, p = run(c, Launcher(seed=seed))
+        assert not verdict(c, p, out, lse)[0]
 
 
 def _useful(found: dict) -> None:

@@ -2,7 +2,8 @@
 
     python -m emulator.mutants [--out FILE] [--only TEXT] [--seeds N]      (in tests/)
 
-A mutant is caught when the emulator refuses it or its answer is wrong, in one of the first seeds.  Exit status 1 when
+An edit names lines of PTX by pattern and by the kernel's source line; when the kernel changes, some need another pattern,
+and say so (`Stale`).  A mutant is caught when the emulator refuses it or its answer is wrong, in one of the first seeds.  Exit status 1 when
 one is not.
 """
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .cases import Case
 from .errors import Fault
 from .forward import Compiled, Launcher, ptx_of
 from .judge import run, verdict
-from .mutate import Edit, Mutant, Text
+from .mutate import Edit, Mutant, Stale, Text
 
 PLAIN = Case("mutants d64", rows=192, keys=401, seed=101)
 RISING = Case("mutants rising maxima", rows=64, keys=401, data="large", seed=108)
@@ -214,7 +215,10 @@ def tampered(m: Mutant) -> Any:
     """What the launcher runs instead of the compiled variant."""
     def make(variant: Forward) -> Compiled:
         t = Text(ptx_of(variant))
-        m.edit(t)
+        try:
+            m.edit(t)
+        except (Stale, IndexError, ValueError) as e:
+            raise Stale(f"mutant {m.name!r} no longer applies to the kernel's PTX; adapt its edit in emulator/mutants.py: {e}") from e
         return Compiled.from_text(t.text)
 
     return make
