@@ -4,15 +4,19 @@
 """
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from emulator.cases import CASES, CI
-from emulator.forward import Launcher, compiled
+from emulator.forward import Launcher, boxes, compiled, shared_bytes
 from emulator.judge import run, verdict
 
 from fa_inductor.kernels import api
+from fa_inductor.kernels.sm90.variant import Forward
 
 
 @pytest.mark.parametrize("name", CI)
@@ -52,6 +56,40 @@ def test_a_case_is_fast() -> None:
     start = time.process_time()
     run(c, Launcher())
     assert time.process_time() - start < 20
+
+
+DUMP = """
+import re, sys, json
+from pathlib import Path
+from fa_inductor.kernels.sm90.compile import compile_forward
+from fa_inductor.kernels.sm90.variant import Forward
+found = []
+for dims in json.loads(sys.argv[1]):
+    compile_forward(Forward("bfloat16", *dims, empty="nan"))
+    (path,) = Path(sys.argv[2]).glob("*.mlir")
+    text = path.read_text()
+    path.unlink()
+    head = next(line for line in text.splitlines() if "cuda.kernel @" in line)
+    boxes = re.findall(r'non_exec_tiled_tma_(?:load|store)<[^"]*"\\((\\d+),(\\d+),1,1\\)', head)
+    swizzles = re.findall(r'smem, align<1024>, S<(\\d),4,3>', text)
+    size = re.findall(r'memref<i8, smem, align<1024>, "(\\d+):1">', text)
+    found.append([[[int(x) for x in b] for b in boxes], sorted(set(swizzles)), int(size[0])])
+print("FOUND" + json.dumps(found))
+"""
+
+
+def test_side_data_is_the_compilers(python: Any, tmp_path: Path) -> None:
+    """Boxes and swizzles of the tensor maps and the shared memory of a launch, which the emulator is told, against the
+    compiler's own record of them."""
+    dims = [(64, 64), (96, 96), (192, 128)]
+    done = python(DUMP, json.dumps(dims), str(tmp_path), CUTE_DSL_KEEP="ir", CUTE_DSL_DUMP_DIR=str(tmp_path), CUTE_DSL_ARCH="sm_90a")
+    found = json.loads(done.stdout.split("FOUND")[1])
+    for (d, dv), (box, swizzle, size) in zip(dims, found, strict=True):
+        v = Forward("bfloat16", d, dv, empty="nan")
+        assert [tuple(b) for b in box] == boxes(v)
+        # S<3,4,3> exchanges 8 pieces of 16 bytes, S<2,4,3> 4 of them.
+        assert {16 << int(s) for s in swizzle} == {2 * wide for wide, _ in boxes(v)}
+        assert size == shared_bytes(v)
 
 
 def test_the_same_seed_is_the_same_run() -> None:

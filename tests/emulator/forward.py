@@ -122,11 +122,9 @@ class Launcher:
             _, stats = emulate(programs.seen, seen.shape[0], [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)],
                                seed=self.seed, limit=self.limit, shared_bytes=4 * 2 * (256 // 32))
             self.stats.append(stats)
-        t = variant.tile
         maps = []
-        for x, rows, transposed in ((q, 64, False), (k, t.keys, False), (v, t.keys, True), (out, 64, False)):
-            dim = variant.dim_v if x is v or x is out else variant.dim
-            maps += [memory.map(x, rows, dim, unknown=x is out), memory.shape(x, transposed)]
+        for x, box in zip((q, k, v, out), boxes(variant), strict=True):
+            maps += [memory.map(x, box, unknown=x is out), memory.shape(x, transposed=x is v)]
         # dense, doc_q, doc_k, sink, vmean, captures: whose last stride is 1 at compile time.
         unit = [False, False, False, False, True, *(c.unit for c in variant.captures)]
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else ()) for x, u in zip(optional, unit, strict=False)
@@ -136,6 +134,12 @@ class Launcher:
                   chunk, offset, section]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
+
+
+def boxes(v: Forward) -> list[tuple[int, int]]:
+    """(elements of a row, rows) that one tensor copy of Q, K, V and O moves; a row is as long as the swizzle spans."""
+    qk, vo = (64 if dim % 64 == 0 else 32 for dim in (v.dim, v.dim_v))
+    return [(qk, 64), (qk, v.tile.keys), (vo, v.tile.keys), (vo, 64)]
 
 
 def shared_bytes(v: Forward) -> int:
@@ -175,11 +179,10 @@ class _Storage:
         b, h, n, d = x.shape
         return Struct(tuple(("i", s) for s in ((d, n) if transposed else (n, d)) + (h, b)))
 
-    def map(self, x: torch.Tensor, rows: int, dim: int, unknown: bool) -> TensorMap:
+    def map(self, x: torch.Tensor, box: tuple[int, int], unknown: bool) -> TensorMap:
         b, h, n, d = x.shape
-        wide = 64 if dim % 64 == 0 else 32
         strides = [s * x.element_size() if size > 1 else 16 for s, size in zip(x.stride()[2::-1], (n, h, b), strict=True)]
-        return TensorMap(self.array(x), (d, n, h, b), strides, (wide, rows, 1, 1), 2 * wide, unknown=unknown)
+        return TensorMap(self.array(x), (d, n, h, b), strides, (*box, 1, 1), 2 * box[0], unknown=unknown)
 
 
 def attention(
