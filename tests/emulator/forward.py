@@ -1,0 +1,198 @@
+"""Run the Hopper forward kernel through its own front door, `kernels.api.attention`, with the emulator in the GPU's place.
+
+The tensors lie in host memory but say that they are on a device; the front door makes its plan, picks the variant, the
+schedule and the arguments as ever, and the "compiled kernel" that it calls is the emulated PTX of that variant.
+"""
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from fa_inductor.kernels import api
+from fa_inductor.kernels.sm90.variant import MAX_CAPTURES, Forward
+
+from .launch import Out, Program, Struct, emulate
+from .parser import parse
+from .stats import Stats
+from .tensormap import TensorMap
+
+
+@lru_cache(maxsize=64)
+def ptx_of(variant: Forward) -> str:
+    """PTX of a variant with line info, by cross-compiling it."""
+    from fa_inductor.kernels.sm90.compile import compile_forward
+
+    with tempfile.TemporaryDirectory() as folder:
+        compile_forward(variant, f"--keep-ptx --generate-line-info --dump-dir={folder}")
+        (path,) = Path(folder).glob("*.ptx")
+        return path.read_text()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The kernels of one variant."""
+
+    main: Program
+    seen: Program | None
+
+    @staticmethod
+    def from_text(text: str) -> Compiled:
+        """From PTX, possibly one that was tampered with."""
+        names = list(parse(text))
+        seen = [n for n in names if "seen_keys" in n]
+        (main,) = (n for n in names if n not in seen)
+        return Compiled(Program(text, main), Program(text, seen[0]) if seen else None)
+
+
+@lru_cache(maxsize=64)
+def compiled(variant: Forward) -> Compiled:
+    return Compiled.from_text(ptx_of(variant))
+
+
+class _Device:
+    """What the front door asks of a tensor's device."""
+
+    type, index = "cuda", 0
+
+    def __repr__(self) -> str:
+        return "emulated"
+
+
+DEVICE = _Device()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says it is on the emulated device."""
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        return DEVICE
+
+
+def on_device(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(OnDevice)
+
+
+class _Torch:
+    """The torch that the front door sees: allocations on the emulated device come from host memory."""
+
+    class cuda:
+        @staticmethod
+        def current_device() -> int:
+            return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def __init__(self) -> None:
+        def on_host(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            return lambda *a, device, **kw: on_device(f(*a, **kw))
+
+        self.empty, self.empty_strided = on_host(torch.empty), on_host(torch.empty_strided)
+
+
+@dataclass
+class Launcher:
+    """Stands in for the compiled kernel of a variant; keeps what the last launch counted."""
+
+    seed: int = 0
+    tamper: Callable[[Forward], Compiled] = compiled
+    stats: list[Stats] = field(default_factory=list)
+    limit: int = 50_000_000
+    sms: int = 132
+    """Multiprocessors that the schedule is made for."""
+
+    def kernel(self, variant: Forward) -> Callable[..., None]:
+        return lambda *args: self.launch(variant, self.tamper(variant), args)
+
+    def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
+        q, k, v, out, lse, padding, seen, *others = args
+        optional, numbers = others[:5 + MAX_CAPTURES], others[5 + MAX_CAPTURES:]
+        *ints, scale, fill, lo, hi, chunk, offset, section, blocks = numbers
+        memory = _Storage()
+        if padding is not None and programs.seen is not None:
+            _, stats = emulate(programs.seen, seen.shape[0], [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)],
+                               seed=self.seed, limit=self.limit, shared_bytes=4 * 2 * (256 // 32))
+            self.stats.append(stats)
+        maps = []
+        for x, box in zip((q, k, v, out), boxes(variant), strict=True):
+            maps += [memory.map(x, box, unknown=x is out), memory.shape(x, transposed=x is v)]
+        # dense, doc_q, doc_k, sink, vmean, captures: whose last stride is 1 at compile time.
+        unit = [False, False, False, False, True, *(c.unit for c in variant.captures)]
+        tensors = [memory.tensor(x, (x.dim() - 1,) if u else ()) for x, u in zip(optional, unit, strict=False)
+                   if x is not None]
+        both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,))]
+        params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
+                  chunk, offset, section]
+        _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
+        self.stats.append(stats)
+
+
+def boxes(v: Forward) -> list[tuple[int, int]]:
+    """(elements of a row, rows) that one tensor copy of Q, K, V and O moves; a row is as long as the swizzle spans."""
+    qk, vo = (64 if dim % 64 == 0 else 32 for dim in (v.dim, v.dim_v))
+    return [(qk, 64), (qk, v.tile.keys), (vo, v.tile.keys), (vo, 64)]
+
+
+def shared_bytes(v: Forward) -> int:
+    """Dynamic shared memory of a variant: barriers and key bits, then the tiles, each at a multiple of 1 KiB."""
+    t = v.tile
+    head = 8 * (2 * t.warpgroups + 6 * t.stages) + 4 * ((t.keys + 31) // 32) * t.stages
+    sizes = [t.rows * v.dim, t.rows * v.dim_v] if t.own_o else [t.rows * max(v.dim, v.dim_v), 0]
+    sizes += [t.keys * v.dim * t.stages, t.keys * v.dim_v * t.stages]
+    end = head
+    for s in sizes:
+        end = -(-end // 1024) * 1024 + 2 * s
+    return end
+
+
+class _Storage:
+    """Tensors as arrays over their storages, so that views of one storage stay views of one buffer."""
+
+    def __init__(self) -> None:
+        self.roots: dict[int, np.ndarray] = {}
+
+    def array(self, x: torch.Tensor) -> np.ndarray:
+        storage = x.untyped_storage()
+        root = self.roots.get(storage.data_ptr())
+        if root is None:
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            root = self.roots[storage.data_ptr()] = flat.numpy()
+        return root[x.storage_offset() * x.element_size():]
+
+    def tensor(self, x: torch.Tensor, static: Sequence[int] = (), unknown: bool = False) -> Struct:
+        """Address, lengths and those strides that are not known when the kernel is compiled."""
+        array = self.array(x)
+        strides = [("q", s) for i, s in enumerate(x.stride()) if i not in static]
+        return Struct((Out(array) if unknown else array, *(("i", n) for n in x.shape), *strides))
+
+    def shape(self, x: torch.Tensor, transposed: bool) -> Struct:
+        """Lengths of the tensor behind a tensor map, in the kernel's order of modes."""
+        b, h, n, d = x.shape
+        return Struct(tuple(("i", s) for s in ((d, n) if transposed else (n, d)) + (h, b)))
+
+    def map(self, x: torch.Tensor, box: tuple[int, int], unknown: bool) -> TensorMap:
+        b, h, n, d = x.shape
+        strides = [s * x.element_size() if size > 1 else 16 for s, size in zip(x.stride()[2::-1], (n, h, b), strict=True)]
+        return TensorMap(self.array(x), (d, n, h, b), strides, (*box, 1, 1), 2 * box[0], unknown=unknown)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, record: Any, captures: Sequence[torch.Tensor] = (),
+    ints: Sequence[int] = (), *, launcher: Launcher | None = None, out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`api.attention` on host tensors: (out, lse) as plain tensors."""
+    launcher = launcher or Launcher()
+    with mock.patch.object(api, "torch", _Torch()), mock.patch.object(api, "_kernel", launcher.kernel), \
+            mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.dict(api._plans, clear=True):
+        got, lse = api.attention(*(on_device(x) for x in (q, k, v)), record, [on_device(x) for x in captures], ints,
+                                 None if out is None else on_device(out))
+    return got.as_subclass(torch.Tensor), lse.as_subclass(torch.Tensor)

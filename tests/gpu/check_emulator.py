@@ -1,0 +1,131 @@
+"""Run on a GPU what the emulator runs in CI, and write the outcome as JSON for CI to compare with.
+
+    python tests/gpu/check_emulator.py --out tests/results/emulator_h200.json [--only TEXT]
+
+Two parts: the instruction programs of tests/emulator (PTX, assembled by the driver) against their expected results,
+and the forward cases of tests/emulator/cases.py against float64; of each the digest and, where outputs are large or the
+ISA leaves a choice, a sample or the results.  Exit status 1 when a program's result is not the expected one or a case
+is wrong.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from check_forward import version  # noqa: E402
+from emulator import driver  # noqa: E402
+from emulator.all_programs import by_name  # noqa: E402
+from emulator.cases import CASES, build  # noqa: E402
+from emulator.digest import of_program, of_tensor  # noqa: E402
+from emulator.judge import verdict  # noqa: E402
+
+from fa_inductor.kernels import api  # noqa: E402
+
+
+def programs(names: list[str], answer: Any) -> None:
+    """Run programs in this process until one takes the context down."""
+    every = by_name()
+    for name in names:
+        p = every[name]
+        try:
+            got, buffer = driver.run(p)
+        except driver.DriverError as e:
+            answer.send((name, {"error": str(e)[:500]}))
+            if e.fatal:
+                return
+            continue
+        found = of_program(p, got, buffer)
+        wrong = p.differences(got, buffer)
+        answer.send((name, found | ({"unexpected": wrong[:3]} if wrong else {})))
+
+
+def cases(names: list[str], answer: Any) -> None:
+    """The same for forward cases."""
+    for name in names:
+        c = CASES[name]
+        p = build(c)
+        try:
+            q, k, v, *captures = (driver.moved(x, "cuda") for x in (p.q, p.k, p.v, *p.captures))
+            out, lse = api.attention(q, k, v, p.record, captures, p.ints)
+            torch.cuda.synchronize()
+        except Exception as e:  # a case must not hide the others
+            answer.send((name, {"error": f"{type(e).__name__}: {str(e)[:400]}"}))
+            if isinstance(e, torch.AcceleratorError):
+                return
+            continue
+        wrong, errors = verdict(c, p, out.cpu(), lse.cpu())
+        answer.send((name, {"out": of_tensor(out), "lse": of_tensor(lse), "wrong": wrong, **errors}))
+
+
+def finish(work: Any, names: list[str], patience: float = 120.0, start: float = 300.0) -> dict[str, Any]:
+    """All names; in a new process after each one that lost its context or does not answer.
+
+    patience: seconds for an answer; start: for the first of a process.
+    """
+    found: dict[str, Any] = {}
+    spawn = get_context("spawn")
+    while left := [n for n in names if n not in found]:
+        mine, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=work, args=(left, theirs))
+        process.start()
+        theirs.close()
+        ended, wait = False, start
+        try:
+            while mine.poll(wait):
+                name, result = mine.recv()
+                wait = patience
+                found[name] = result
+        except EOFError:
+            ended = True
+        if not ended:
+            process.terminate()
+        process.join()
+        late = [n for n in names if n not in found]
+        if late and not ended:
+            found[late[0]] = {"error": f"no answer in {patience:.0f} s"}
+        elif late and (process.exitcode or late == left):
+            found[late[0]] = {"error": f"the process ended with {process.exitcode}"}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="programs and cases whose name contains this")
+    args = parser.parse_args()
+    start = time.time()
+    done_programs = finish(programs, [n for n in by_name() if args.only in n])
+    print(f"{len(done_programs)} programs, {time.time() - start:.0f} s", flush=True)
+    done_cases = finish(cases, [n for n in CASES if args.only in n])
+    bad = {n: r for n, r in done_programs.items() if "error" in r or "unexpected" in r}
+    wrong = {n: r.get("error") or r["wrong"] for n, r in done_cases.items() if "error" in r or r["wrong"]}
+    report = {
+        "what": "instruction programs and forward cases, for comparison with the emulator",
+        "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "python": platform.python_version(), "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl", "cutlass"),
+        "seconds": round(time.time() - start, 1), "unexpected_programs": len(bad), "wrong_cases": len(wrong),
+        "programs": done_programs, "cases": done_cases,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for n, r in bad.items():
+        print("PROGRAM", n, r.get("error") or r["unexpected"][0], flush=True)
+    for n, w in wrong.items():
+        print("CASE", n, w, flush=True)
+    print(f"{len(done_programs)} programs, {len(bad)} unexpected; {len(done_cases)} cases, {len(wrong)} wrong")
+    return 1 if bad or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The emulator beside a GPU: the outcome of tests/gpu/check_emulator.py, committed as JSON, against emulated runs."""
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emulator import compare as compare_module
+from emulator.all_programs import by_name
+from emulator.cases import CASES, CI, build
+from emulator.compare import GPU, beside_gpu, program_beside_gpu
+from emulator.digest import compare, of_program, of_tensor, raw_of
+from emulator.driver import moved
+from emulator.forward import Launcher, attention
+from emulator.judge import run
+
+REASON = ("the emulator has not been compared with a GPU: tests/results/emulator_h200.json does not exist; "
+          "run tests/gpu/check_emulator.py --out tests/results/emulator_h200.json on a Hopper GPU")
+compared = pytest.mark.skipif(not GPU.exists(), reason=REASON)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> dict:
+    return json.loads(GPU.read_text())
+
+
+@compared
+def test_gpu_ran_everything(gpu: dict) -> None:
+    assert set(gpu["programs"]) == set(by_name()) and set(gpu["cases"]) == set(CASES)
+    assert gpu["unexpected_programs"] == 0 and gpu["wrong_cases"] == 0
+
+
+@compared
+def test_programs_equal_the_gpu(gpu: dict) -> None:
+    different = {n: w for n, p in by_name().items() if (w := program_beside_gpu(p, gpu["programs"][n]))}
+    assert not different
+
+
+@compared
+@pytest.mark.parametrize("name", CASES if GPU.exists() else CI[:1])
+def test_forward_equals_the_gpu(gpu: dict, name: str) -> None:
+    c = CASES[name]
+    out, lse, p = run(c, Launcher(seed=c.seed + 1))
+    found = beside_gpu(c, p, out, lse, gpu["cases"][name])
+    assert found["ok"], found
+
+
+# ---------------------------------------------------------------------- the comparison itself, without a GPU
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) >= 60 and len(CI) >= 12
+
+
+def test_a_kept_output_is_compared() -> None:
+    c = CASES["sink"]
+    p = build(c)
+    x = torch.randn(1, 2, 96, 64).bfloat16()
+    lse = torch.randn(1, 2, 96)
+    entry = {"out": of_tensor(x), "lse": of_tensor(lse)}
+    same = beside_gpu(c, p, x, lse, entry)
+    assert same["ok"] and same["out"]["equal"] and same["out"]["bit_equal"] == same["out"]["sample"] == 512
+    y = x.clone()
+    y.view(torch.int16)[..., ::2] += 1  # one unit in the last place: equal to rounding, not bit-equal
+    near = beside_gpu(c, p, y, lse, entry)
+    assert near["ok"] and not near["out"]["equal"] and 100 < near["out"]["bit_equal"] < 400
+    assert not beside_gpu(c, p, x + 1, lse, entry)["ok"]
+    assert not beside_gpu(c, p, x, lse + 1e-2, entry)["ok"]
+    assert not beside_gpu(c, p, x.masked_fill(x > 1, float("nan")), lse, entry)["ok"]
+    assert compare(of_tensor(x[:, :1]), x)["max_difference"] == float("inf")
+    hole = x.masked_fill(x > 1, float("nan"))
+    assert compare(of_tensor(hole), hole)["equal"]
+
+
+def test_a_kept_program_is_compared() -> None:
+    every = by_name()
+    for name in ("add.s32", "ex2.approx.ftz.f32", "cp.async.bulk to global", "max.NaN.f32"):
+        p = every[name]
+        got, buffer = p.emulated()
+        entry = of_program(p, got, buffer)
+        assert not program_beside_gpu(p, entry)
+        if p.close is not None:
+            assert len(raw_of(p, entry)[0]) == p.threads
+            got = [tuple(x ^ 0x4000 for x in row) for row in got]
+        elif p.want_buffer:
+            buffer = (buffer[0] ^ 1, *buffer[1:])
+        else:
+            got = [(row[0] ^ 1, *row[1:]) for row in got]
+        assert program_beside_gpu(p, of_program(p, got, buffer))
+    assert "failed" in program_beside_gpu(every["add.s32"], {"error": "x"})
+
+
+def test_tensors_keep_their_strides_on_the_way() -> None:
+    x = torch.randn(2, 10, 3, 16).transpose(1, 2)[:, 1:2, 2:]
+    y = moved(x, "cpu")
+    assert torch.equal(x, y) and x.stride() == y.stride() and x.data_ptr() != y.data_ptr()
+
+
+class _Answers(dict):
+    """A pipe that keeps what is sent."""
+
+    def send(self, item: tuple[str, Any]) -> None:
+        self[item[0]] = item[1]
+
+
+def test_from_a_run_to_its_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """check_emulator.py and emulator.compare end to end, with the emulator in the GPU's place, and with a wrong GPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+    import check_emulator
+
+    def finish(work: Any, names: list[str]) -> dict[str, Any]:
+        answers = _Answers()
+        work(names, answers)
+        return answers
+
+    monkeypatch.setattr(check_emulator, "finish", finish)
+    monkeypatch.setattr(check_emulator.driver, "run", lambda p: p.emulated())
+    monkeypatch.setattr(check_emulator.driver, "moved", lambda x, device: x)
+    monkeypatch.setattr(check_emulator, "api", SimpleNamespace(attention=attention))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(check_emulator, "version", lambda *_: "none")
+    kept, result = tmp_path / "gpu.json", tmp_path / "compare.json"
+    monkeypatch.setattr("sys.argv", ["check_emulator.py", "--only", "sink", "--out", str(kept)])
+    assert check_emulator.main() == 0
+    monkeypatch.setattr("sys.argv", ["compare", "--only", "sink", "--gpu", str(kept), "--out", str(result)])
+    assert compare_module.main() == 0
+    report = json.loads(result.read_text())
+    assert report["cases"] == report["bit_equal"] == 3 and not report["different_programs"]
+
+    wrong = json.loads(kept.read_text())
+    entry = wrong["cases"]["sink"]["lse"]
+    entry["sample"] = base64.b64encode(bytes(len(base64.b64decode(entry["sample"])))).decode()
+    kept.write_text(json.dumps(wrong))
+    assert compare_module.main() == 1
+
+    monkeypatch.setattr(check_emulator.driver, "run", lambda p: ([tuple(x ^ 1 for x in row) for row in p.emulated()[0]], ()))
+    monkeypatch.setattr("sys.argv", ["check_emulator.py", "--only", "popc.b32", "--out", str(kept)])
+    assert check_emulator.main() == 1
+    assert "unexpected" in json.loads(kept.read_text())["programs"]["popc.b32"]
+
+
+def _answers(names: list[str], answer: Any) -> None:
+    """A worker that loses its context at "bad" and hangs at "slow"."""
+    for n in names:
+        if n == "bad":
+            os._exit(3)
+        if n == "slow":
+            time.sleep(60)
+        answer.send((n, {"ok": True}))
+
+
+def test_a_lost_context_costs_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+    from check_emulator import finish
+
+    found = finish(_answers, ["a", "slow", "b", "bad", "c"], patience=2.0)
+    assert {n for n, r in found.items() if "ok" in r} == {"a", "b", "c"}
+    assert "ended with 3" in found["bad"]["error"] and "no answer" in found["slow"]["error"]
