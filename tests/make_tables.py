@@ -189,6 +189,19 @@ def compile_depth(load: Load) -> str:
             f"([compile_depth_cpu.json](tests/results/compile_depth_cpu.json)).")
 
 
+def emulator(load: Load) -> str:
+    """Kernels under the PTX emulator: cases, mutants, and whether a GPU has confirmed it."""
+    cases, mutants, gpu = (load(f"emulator_{n}.json") for n in ("cases", "mutants", "h200"))
+    if cases is None or mutants is None:
+        return f"Kernels under the PTX emulator: {NOT_MEASURED}."
+    confirmed = "" if gpu is not None else "  The emulator itself was not compared with a GPU yet."
+    return (f"Without a GPU: the forward kernel's PTX runs under an emulator ([tests/emulator](tests/emulator/README.md)); "
+            f"{cases['cases'] - cases['wrong']} of {cases['cases']} cases agree with float64 "
+            f"([emulator_cases.json](tests/results/emulator_cases.json)), and {mutants['caught']} of {mutants['mutants']} "
+            f"kernels with a planted fault are caught ([emulator_mutants.json](tests/results/emulator_mutants.json)).  A "
+            f"part of both runs in every CI.{confirmed}")
+
+
 def zoo(load: Load) -> str:
     """Blocks found and rewritten in the zoo, and the worst error, by mode and kind of shapes."""
     data = load("zoo_cpu.json")
@@ -212,7 +225,7 @@ def zoo(load: Load) -> str:
 TABLES: dict[str, Callable[[Load], str]] = {
     "llama": llama, "models": models, "forward-speed": forward_speed, "forward-checks": forward_checks,
     "backward-checks": backward_checks, "cpu-rule": cpu_rule, "compile-time": compile_time,
-    "zoo": zoo,
+    "zoo": zoo, "emulator": emulator,
 }
 """Marker name: what makes the text between the markers."""
 _BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n).*?(<!-- end: (?P=name) -->)", re.DOTALL)
