@@ -84,11 +84,11 @@ def main(argv: list[str]) -> int:
         rows.append(row)
         for line in _lines(row):
             print(line, flush=True)
+        if parsed.json:
+            parsed.json.write_text(json.dumps([asdict(r) for r in rows], indent=2) + "\n")
     found, rewritten = sum(r.found for r in rows), sum(r.rewritten for r in rows)
     print(f"{rewritten} of {found} attention blocks rewritten, {parsed.dtype}; error as a part of what is allowed "
           f"against float64: {max(x for r in rows for x in r.excess.values()):.2f}")
-    if parsed.json:
-        parsed.json.write_text(json.dumps([asdict(r) for r in rows], indent=2) + "\n")
     return 0 if all(r.ok for r in rows) else 1
 
 
