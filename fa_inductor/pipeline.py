@@ -121,13 +121,14 @@ class _Pass:
         if self.backward and self._differentiated(region.nodes):
             plan.backward = find_backward(block, self.joint)
         left = leftovers(block, region, plan.backward, self.position)
-        if left and plan.backward is not None and left[0] in self.backward:
+        if left and plan.backward is not None and (left[0] in self.backward or block.lse is not None):
             plan.backward = find_backward(block, self.joint, biases=True)
             left = leftovers(block, region, plan.backward, self.position)
             plan.backward = _needed(plan.backward)
         if left:
             forward = [n for n in left if n not in self.backward]
-            if forward and any(u not in self.backward for n in forward for u in n.users if u not in region.nodes):
+            if forward and any(u not in self.backward for n in (*forward, *block.sink_members) for u in n.users
+                               if u not in region.nodes):
                 raise Refusal(Code.SCORE_USED, f"{forward[0].name}")
             raise Refusal(Code.BACKWARD, f"{left[0].name} stays in use")
 

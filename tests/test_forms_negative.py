@@ -13,12 +13,13 @@ import forms_negative_types
 import forms_negative_used
 import forms_negative_weights
 import forms_no_attention
+import forms_postscale
 import pytest
 from forms_support import check_form
 
 FILES = (forms_axes, forms_lookalikes, forms_no_attention, forms_negative_axes, forms_negative_scores,
          forms_negative_used, forms_negative_weights, forms_negative_kernels, forms_negative_local,
-         forms_negative_masks, forms_negative_training, forms_negative_types)
+         forms_negative_masks, forms_negative_training, forms_negative_types, forms_postscale)
 FORMS = {name: form for file in FILES for name, form in file.FORMS.items()}
 CASES = [pytest.param(form, mode, id=f"{name}-{mode}") for name, form in FORMS.items() for mode in form.modes]
 

@@ -21,6 +21,7 @@ from .block import Block, Chain
 from .nodes import CASTS, VIEWS, aten, is_tensor, target, val
 from .numbering import Numbering
 from .operands import Operand
+from .postscale import LogSumExp
 from .scores import PRODUCTS
 from .softmax import Softmax
 
@@ -141,7 +142,7 @@ def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backwa
     for variant in _variants(block):
         key = _structure(region, variant)
         if key not in joint.traced:
-            joint.traced[key] = _trace(region, _runner(region, variant, chain_of(block).softmax), 3 + region.biases)
+            joint.traced[key] = _trace(region, _runner(region, variant, chain_of(block).softmax, block.lse), 3 + region.biases)
         gm = joint.traced[key]
         if gm is None:
             continue
@@ -286,7 +287,8 @@ def _trace(region: Region, run: Callable[[list[Any]], torch.Tensor], wanted: int
         return None
 
 
-def _runner(region: Region, variant: Variant, softmax: Softmax | None) -> Callable[[list[Any]], torch.Tensor]:
+def _runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None
+            ) -> Callable[[list[Any]], torch.Tensor]:
     kind, x, result = variant
 
     def run(inputs: list[Any]) -> torch.Tensor:
@@ -300,8 +302,13 @@ def _runner(region: Region, variant: Variant, softmax: Softmax | None) -> Callab
             return a
 
         skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
+        if lse is not None:
+            skipped |= set(lse.members) - {lse.out}
         for n in region.nodes:
             if n in skipped:
+                continue
+            if lse is not None and n is lse.out:
+                env[n] = aten.logsumexp.default(env[lse.x], [lse.dim], lse.keepdim)
                 continue
             if softmax is not None and n is result and x is not None:
                 if kind == "half_to_float":
@@ -373,11 +380,13 @@ def _tangents(nodes: list[Node], tangent: Node, start: dict[Node, int | None], j
     for n in nodes:
         if n.op != "call_function":
             continue
-        if target(n) in PRODUCTS and sum(a in carries for a in n.args) == 1:
+        if (target(n) in PRODUCTS or target(n) is aten.mul.Tensor) and sum(a in carries for a in n.args) == 1:
             pos = 0 if n.args[0] in carries else 1
             other = ids.get(n.args[1 - pos])
             if other is not None:
                 pairs.append((n.target, pos, other))
+                if target(n) is aten.mul.Tensor:
+                    pairs.append((n.target, 1 - pos, other))
         if any(i in carries for i in n.all_input_nodes):
             if target(n) in VIEWS or target(n) in CASTS:
                 carries.add(n)
@@ -387,7 +396,7 @@ def _tangents(nodes: list[Node], tangent: Node, start: dict[Node, int | None], j
     seen: set[int] = set()
     for t, pos, other in pairs:
         for real in joint.numbering.nodes_with_target(t):
-            if real not in joint.backward or joint.ids[real.args[1 - pos]] != other:
+            if real not in joint.backward or joint.ids.get(real.args[1 - pos]) != other:
                 continue
             cand = real.args[pos]
             while is_tensor(cand):

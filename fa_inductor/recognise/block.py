@@ -13,6 +13,7 @@ from ..reasons import Code, Refusal
 from .axes import Axis, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
 from .nodes import cast_dtypes, push, val
 from .operands import Operand, trace_operand
+from .postscale import LogSumExp, find_postscale
 from .scores import ScorePath, Step, factors, find_scores
 from .sink import find_sink, without_column
 from .softmax import Softmax
@@ -62,6 +63,8 @@ class Block:
     sink: Operand | None = None
     """Learned logit of each head that stands beside the scores."""
     sink_members: tuple[Node, ...] = ()
+    lse: LogSumExp | None = None
+    """Of the scores, where the sink is a factor on the output; a row of -inf alone is NaN then."""
     inner: frozenset[Node] = frozenset()
     """Nodes that the rewrite makes dead: no operand of a step may be one of them."""
 
@@ -135,7 +138,7 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
             raise
         if values is None:
             return None
-        return _assemble(sm, dims, find_scores(x, dims, set(k_top)), values, backward)
+        return _scaled(_assemble(sm, dims, find_scores(x, dims, set(k_top)), values, backward), sm, dims, backward)
     if shape_of(val(column.scores))[sm.dim] == 1:
         raise Refusal(Code.SIZE, "one key beside a sink")
     keys: Group = (Axis(shape_of(val(column.scores))[sm.dim], "k"),)
@@ -144,10 +147,24 @@ def build_block(sm: Softmax, backward: set[Node]) -> Block | None:
         return None
     inner = without_column(dims, sm.dim, keys)
     block = _assemble(sm, inner, find_scores(column.scores, inner, set(keys)), values, backward)
-    block.sink = trace_operand(column.column, without_column(dims, sm.dim, ()), scales=False, casts=False)
+    block.sink = _sink(block, column.column, without_column(dims, sm.dim, ()))
     block.sink_members = column.members
-    if {a for g in resolve_dims(block.sink.dims) for a in g} != set(block.heads):
+    return block
+
+
+def _sink(block: Block, node: Node, dims: Dims) -> Operand:
+    sink = trace_operand(node, dims, scales=False, casts=False)
+    if {a for g in resolve_dims(sink.dims) for a in g} != set(block.heads):
         raise Refusal(Code.FEATURE, "a sink that is not one number a head")
+    return sink
+
+
+def _scaled(block: Block, sm: Softmax, dims: Dims, backward: set[Node]) -> Block:
+    """With the factor on the output, if it is that of a sink."""
+    found = find_postscale(sm.x, sm.dim, dims, block.out, block.out_dims, backward)
+    if found is not None:
+        block.sink, block.sink_members, block.lse = _sink(block, found.sink, found.sink_dims), found.members, found.lse
+        block.tail, block.out, block.out_dims = (*block.tail, *found.tail), found.out, found.out_dims
     return block
 
 

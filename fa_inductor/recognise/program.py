@@ -328,6 +328,8 @@ class Reader:
         captures, ints = self.captures.items, self.captures.ints
         if self.masks:
             proof = self.masks.together()
+            if not proof.nonempty and b.lse is not None and self.masks.only_infinite():
+                raise Refusal(Code.EMPTY_ROWS, "such a row is NaN times zero")
             if not proof.nonempty and (sink is None or not self.masks.only_infinite()):
                 fill, mode, empty = self.masks.empty_rows(safe=b.safe, trained=self.trained)
             atoms, captures, ints = to_record(proof.atoms, self.mat, captures, ints)
