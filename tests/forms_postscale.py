@@ -129,7 +129,7 @@ def factor_with_heads_and_queries_swapped(q, k, v, sinks):
     return (s.softmax(-1) @ v) * gate(s, sinks).transpose(1, 2)
 
 
-@form(Code.FEATURE, X, Arg("q"), modes=BOTH, sizes=SQUARE)
+@form(Code.SCORE_USED, X, Arg("q"), modes=BOTH, sizes=SQUARE)
 def sink_of_each_query(q, k, v, sinks):
     s = scores(q, k)
     return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks[:, None])

@@ -6,24 +6,21 @@ up, value by value, in the real one.  A hit is right by construction; anything e
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..reasons import Code, Refusal
 from .axes import product, shape_of
-from .block import Block, Chain
+from .block import Block
+from .derivative import Region, Variant, chain_of, runner, structure, trace, variants
 from .nodes import CASTS, VIEWS, aten, is_tensor, target, val
 from .numbering import Numbering
 from .operands import Operand
-from .postscale import LogSumExp
 from .scores import PRODUCTS
-from .softmax import Softmax
 
 NAMES = ("q", "k", "v")
 EMPTIES = {aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default}
@@ -50,16 +47,6 @@ class Backward:
 
 
 @dataclass
-class Region:
-    """The forward of a block as a function: ``inputs`` (q, k, v sources first, then biases) to ``out``."""
-
-    inputs: list[Node]
-    nodes: list[Node]
-    out: Node
-    biases: int = 0
-
-
-@dataclass
 class Joint:
     """Everything of one joint graph that the search needs, made once per graph."""
 
@@ -74,12 +61,6 @@ class Joint:
         numbering = Numbering()
         ids = numbering.number_graph(graph.nodes)
         return Joint(numbering, ids, {n: i for i, n in enumerate(graph.nodes)}, backward, {})
-
-
-def chain_of(block: Block) -> Chain:
-    if block.chain is None:
-        raise ValueError("an SDPA operator has no written-out chain")
-    return block.chain
 
 
 def region_of(block: Block, position: dict[Node, int], *, biases: bool = False) -> Region:
@@ -139,10 +120,10 @@ def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backwa
     """
     region = region_of(block, joint.position, biases=biases)
     best: Backward | None = None
-    for variant in _variants(block):
-        key = _structure(region, variant)
+    for variant in variants(block):
+        key = structure(region, variant)
         if key not in joint.traced:
-            joint.traced[key] = _trace(region, _runner(region, variant, chain_of(block).softmax, block.lse), 3 + region.biases)
+            joint.traced[key] = trace(region, runner(region, variant, chain_of(block).softmax, block.lse), 3 + region.biases)
         gm = joint.traced[key]
         if gm is None:
             continue
@@ -166,9 +147,9 @@ def gradient_through(operand: Operand, grad: Node, joint: Joint) -> Node:
     others = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in nodes and i is not operand.node)
     region = Region([operand.node, *others], nodes, operand.chain[0])
     raw: Variant = ("raw", None, None)
-    key = _structure(region, raw)
+    key = structure(region, raw)
     if key not in joint.traced:
-        joint.traced[key] = _trace(region, _runner(region, raw, None), 1)
+        joint.traced[key] = trace(region, runner(region, raw, None), 1)
     gm = joint.traced[key]
     if gm is not None:
         ids, output = _number(gm, region, grad, joint)[:2]
@@ -215,115 +196,6 @@ def _is_view_of(n: Any, replaced: set[Node]) -> bool:
         if n in replaced:
             return True
     return False
-
-
-# -- tracing ---------------------------------------------------------------------------------------------------------
-
-Variant = tuple[str, Node | None, Node | None]
-"""(name, node to take the softmax of, node that holds its result); ``raw`` keeps the decomposed form."""
-
-
-def _variants(block: Block) -> Iterable[Variant]:
-    sm, values = chain_of(block).softmax, chain_of(block).values
-    x, out = sm.x, sm.out
-    if sm.shifted:
-        if values.safe:
-            yield ("safe", x, next((m for m in values.members if target(m) is aten.where.self), None))
-        yield ("softmax", x, out)
-        if target(x) in CASTS:
-            low = val(x.args[0]).dtype
-            for user in out.users:
-                if target(user) in CASTS and val(user).dtype == low and user in values.members:
-                    yield ("softmax", x.args[0], user)
-            if val(x).dtype == torch.float32 and low.is_floating_point:
-                yield ("half_to_float", x.args[0], out)
-    yield ("raw", None, None)
-
-
-def _structure(region: Region, variant: Variant) -> Hashable:
-    """Equal for regions that trace to the same graph: one trace serves all layers of a model."""
-    local = {n: f"i{j}" for j, n in enumerate(region.inputs)}
-    for j, n in enumerate(region.nodes):
-        local[n] = f"n{j}"
-
-    def enc(a: Any) -> Any:
-        if isinstance(a, Node):
-            return local.get(a, "?")
-        if isinstance(a, (list, tuple)):
-            return tuple(enc(x) for x in a)
-        return (type(a).__name__, str(a))
-
-    def meta(n: Node) -> Any:
-        v = n.meta.get("val")
-        if not isinstance(v, torch.Tensor):
-            return str(v)
-        return (tuple(map(str, v.shape)), tuple(map(str, v.stride())), v.dtype, str(v.device))
-
-    return (variant[0], local.get(variant[1]), local.get(variant[2]), region.biases,
-            tuple(meta(n) for n in region.inputs),
-            tuple((str(n.target), enc(n.args), tuple((k, enc(v)) for k, v in n.kwargs.items())) for n in region.nodes))
-
-
-def _trace(region: Region, run: Callable[[list[Any]], torch.Tensor], wanted: int) -> GraphModule | None:
-    """Joint graph ``(inputs, tangent) -> (out, gradients of the first inputs)``; None when it has no derivative."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    out_val = val(region.out)
-    fake_mode = getattr(out_val, "fake_mode", None)
-
-    def joint(inputs: list[Any], tangent: torch.Tensor) -> tuple[Any, ...]:
-        leaves = [x.detach().requires_grad_() if i < wanted and isinstance(x, torch.Tensor) else x
-                  for i, x in enumerate(inputs)]
-        out = run(leaves)
-        grads = torch.autograd.grad(out, leaves[:wanted], tangent, allow_unused=True)
-        return (out, *grads)
-
-    try:
-        with torch._guards.tracing(None), fake_mode or contextlib.nullcontext(), torch.enable_grad():
-            tangent = torch.empty_like(out_val)
-            return make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="real")(
-                [n.meta["val"] for n in region.inputs], tangent)
-    except Exception:  # a form autograd cannot differentiate is a miss, not an error of the user
-        return None
-
-
-def _runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None
-            ) -> Callable[[list[Any]], torch.Tensor]:
-    kind, x, result = variant
-
-    def run(inputs: list[Any]) -> torch.Tensor:
-        env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
-
-        def get(a: Any) -> Any:
-            if isinstance(a, Node):
-                return env[a]
-            if isinstance(a, (list, tuple)):
-                return type(a)(get(b) for b in a) if isinstance(a, tuple) else [get(b) for b in a]
-            return a
-
-        skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
-        if lse is not None:
-            skipped |= set(lse.members) - {lse.out}
-        for n in region.nodes:
-            if n in skipped:
-                continue
-            if lse is not None and n is lse.out:
-                env[n] = aten.logsumexp.default(env[lse.x], [lse.dim], lse.keepdim)
-                continue
-            if softmax is not None and n is result and x is not None:
-                if kind == "half_to_float":
-                    env[n] = aten._softmax.default(env[x], softmax.dim, True)
-                elif kind == "safe":
-                    env[n] = aten._safe_softmax.default(env[x], softmax.dim)
-                else:
-                    env[n] = aten._softmax.default(env[x], softmax.dim, False)
-            elif n.target in CASTS:
-                env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
-            else:
-                env[n] = n.target(*get(n.args), **{k: get(v) for k, v in n.kwargs.items()})  # type: ignore[operator]
-        return env[region.out]
-
-    return run
 
 
 # -- matching --------------------------------------------------------------------------------------------------------

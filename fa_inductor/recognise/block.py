@@ -163,7 +163,11 @@ def _scaled(block: Block, sm: Softmax, dims: Dims, backward: set[Node]) -> Block
     """With the factor on the output, if it is that of a sink."""
     found = find_postscale(sm.x, sm.dim, dims, block.out, block.out_dims, backward)
     if found is not None:
-        block.sink, block.sink_members, block.lse = _sink(block, found.sink, found.sink_dims), found.members, found.lse
+        try:
+            block.sink = _sink(block, found.sink, found.sink_dims)
+        except Refusal:  # a factor of something else
+            return block
+        block.sink_members, block.lse = found.members, found.lse
         block.tail, block.out, block.out_dims = (*block.tail, *found.tail), found.out, found.out_dims
     return block
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
@@ -49,7 +50,8 @@ def find_postscale(x: Node, k_dim: int, dims: Dims, out: Node, out_dims: Dims, b
         x: input of the softmax, with axes ``dims``; ``k_dim`` is the dimension of the keys.
         out: the product PV, with axes ``out_dims``.
     """
-    node, tail = out, [out]
+    node: Any = out
+    tail: list[Node] = [out]
     while True:
         users = [u for u in node.users if u not in backward]
         if len(users) != 1:
@@ -71,13 +73,15 @@ def find_postscale(x: Node, k_dim: int, dims: Dims, out: Node, out_dims: Dims, b
 def _factor(out: Node, factor: Node, x: Node, k_dim: int, dims: Dims, out_dims: Dims, tail: list[Node]
             ) -> PostScale | None:
     down: list[Node] = []
-    node = factor
+    node: Any = factor
     while target(node) in VIEWS or (target(node) in CASTS and is_rounding(node)):
         down.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     if target(node) is not aten.sigmoid.default or target(node.args[0]) is not aten.sub.Tensor:
         return None
-    difference: Node = node.args[0]  # type: ignore[assignment]
+    difference: Node = node.args[0]
+    top: Any
+    sink: Any
     top, sink = difference.args
     if difference.kwargs or not is_tensor(top) or not is_tensor(sink):
         return None
@@ -113,7 +117,7 @@ def _through(node: Node, dims: Dims | None) -> Dims | None:
     return dims if target(node) in CASTS else push(node, dims)
 
 
-def match_logsumexp(node: Node) -> LogSumExp | None:
+def match_logsumexp(node: Any) -> LogSumExp | None:
     """The logsumexp over one dimension that ends at this node, whole or decomposed."""
     t = target(node)
     if t is aten.logsumexp.default:
@@ -123,11 +127,13 @@ def match_logsumexp(node: Node) -> LogSumExp | None:
         return LogSumExp(node.args[0], node, dims[0] % val(node.args[0]).dim(), bool(arg(node, 2, "keepdim", False)), (node,))
     if t is not aten.add.Tensor or node.kwargs:
         return None
+    log: Any
+    shift: Any
     log, shift = node.args
     if target(log) is not aten.log.default or target(log.args[0]) is not aten.sum.dim_IntList:
         return None
-    total: Node = log.args[0]
-    e = total.args[0]
+    total: Any = log.args[0]
+    e: Any = total.args[0]
     if target(e) is not aten.exp.default or target(e.args[0]) is not aten.sub.Tensor or e.args[0].kwargs:
         return None
     x, top = e.args[0].args
@@ -147,7 +153,7 @@ def match_logsumexp(node: Node) -> LogSumExp | None:
     return LogSumExp(x, node, found[1], keepdim, tuple(dict.fromkeys((*found[2], *members))))
 
 
-def _finite_maximum(node: Node) -> tuple[Node, int, list[Node]] | None:
+def _finite_maximum(node: Any) -> tuple[Node, int, list[Node]] | None:
     """(x, dim, members) of ``where(abs(max) == inf, 0, max)``, the maximum that logsumexp subtracts."""
     if target(node) is not aten.where.self:
         return None

@@ -1,0 +1,139 @@
+"""The derivative of a block, traced from its own forward after softmax and logsumexp have been put back together."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .block import Block, Chain
+from .nodes import CASTS, aten, target, val
+from .postscale import LogSumExp
+from .softmax import Softmax
+
+
+@dataclass
+class Region:
+    """The forward of a block as a function: ``inputs`` (q, k, v sources first, then biases) to ``out``."""
+
+    inputs: list[Node]
+    nodes: list[Node]
+    out: Node
+    biases: int = 0
+
+
+def chain_of(block: Block) -> Chain:
+    if block.chain is None:
+        raise ValueError("an SDPA operator has no written-out chain")
+    return block.chain
+
+
+Variant = tuple[str, Node | None, Node | None]
+"""(name, node to take the softmax of, node that holds its result); ``raw`` keeps the decomposed form."""
+
+
+def variants(block: Block) -> Iterable[Variant]:
+    sm, values = chain_of(block).softmax, chain_of(block).values
+    x, out = sm.x, sm.out
+    if sm.shifted:
+        if values.safe:
+            yield ("safe", x, next((m for m in values.members if target(m) is aten.where.self), None))
+        yield ("softmax", x, out)
+        if target(x) in CASTS:
+            low = val(x.args[0]).dtype
+            for user in out.users:
+                if target(user) in CASTS and val(user).dtype == low and user in values.members:
+                    yield ("softmax", x.args[0], user)
+            if val(x).dtype == torch.float32 and low.is_floating_point:
+                yield ("half_to_float", x.args[0], out)
+    yield ("raw", None, None)
+
+
+def structure(region: Region, variant: Variant) -> Hashable:
+    """Equal for regions that trace to the same graph: one trace serves all layers of a model."""
+    local = {n: f"i{j}" for j, n in enumerate(region.inputs)}
+    for j, n in enumerate(region.nodes):
+        local[n] = f"n{j}"
+
+    def enc(a: Any) -> Any:
+        if isinstance(a, Node):
+            return local.get(a, "?")
+        if isinstance(a, (list, tuple)):
+            return tuple(enc(x) for x in a)
+        return (type(a).__name__, str(a))
+
+    def meta(n: Node) -> Any:
+        v = n.meta.get("val")
+        if not isinstance(v, torch.Tensor):
+            return str(v)
+        return (tuple(map(str, v.shape)), tuple(map(str, v.stride())), v.dtype, str(v.device))
+
+    return (variant[0], local.get(variant[1]), local.get(variant[2]), region.biases,
+            tuple(meta(n) for n in region.inputs),
+            tuple((str(n.target), enc(n.args), tuple((k, enc(v)) for k, v in n.kwargs.items())) for n in region.nodes))
+
+
+def trace(region: Region, run: Callable[[list[Any]], torch.Tensor], wanted: int) -> GraphModule | None:
+    """Joint graph ``(inputs, tangent) -> (out, gradients of the first inputs)``; None when it has no derivative."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    out_val = val(region.out)
+    fake_mode = getattr(out_val, "fake_mode", None)
+
+    def joint(inputs: list[Any], tangent: torch.Tensor) -> tuple[Any, ...]:
+        leaves = [x.detach().requires_grad_() if i < wanted and isinstance(x, torch.Tensor) else x
+                  for i, x in enumerate(inputs)]
+        out = run(leaves)
+        grads = torch.autograd.grad(out, leaves[:wanted], tangent, allow_unused=True)
+        return (out, *grads)
+
+    try:
+        with torch._guards.tracing(None), fake_mode or contextlib.nullcontext(), torch.enable_grad():
+            tangent = torch.empty_like(out_val)
+            return make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="real")(
+                [n.meta["val"] for n in region.inputs], tangent)
+    except Exception:  # a form autograd cannot differentiate is a miss, not an error of the user
+        return None
+
+
+def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None
+            ) -> Callable[[list[Any]], torch.Tensor]:
+    kind, x, result = variant
+
+    def run(inputs: list[Any]) -> torch.Tensor:
+        env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
+
+        def get(a: Any) -> Any:
+            if isinstance(a, Node):
+                return env[a]
+            if isinstance(a, (list, tuple)):
+                return type(a)(get(b) for b in a) if isinstance(a, tuple) else [get(b) for b in a]
+            return a
+
+        skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
+        if lse is not None:
+            skipped |= set(lse.members) - {lse.out}
+        for n in region.nodes:
+            if n in skipped:
+                continue
+            if lse is not None and n is lse.out:
+                env[n] = aten.logsumexp.default(env[lse.x], [lse.dim], lse.keepdim)
+                continue
+            if softmax is not None and n is result and x is not None:
+                if kind == "half_to_float":
+                    env[n] = aten._softmax.default(env[x], softmax.dim, True)
+                elif kind == "safe":
+                    env[n] = aten._safe_softmax.default(env[x], softmax.dim)
+                else:
+                    env[n] = aten._softmax.default(env[x], softmax.dim, False)
+            elif n.target in CASTS:
+                env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
+            else:
+                env[n] = n.target(*get(n.args), **{k: get(v) for k, v in n.kwargs.items()})  # type: ignore[operator]
+        return env[region.out]
+
+    return run
