@@ -202,3 +202,37 @@ def test_the_judge_sees_a_mean_error():
         check_close("x", eager + 3e-7, eager, exact)
     with pytest.raises(AssertionError, match="NaN"):
         check_close("x", eager.masked_fill(eager > 3, float("nan")), eager, exact)
+
+
+def test_gradient_accumulation():
+    """Two backward passes of one compiled graph add up in the leaves."""
+    compiled = Compiled(attend)
+    leaves = [inputs(), inputs()]
+    with compiling():
+        for fn, xs in zip((compiled.fn, attend), leaves, strict=True):
+            for factor in (1.0, 0.5):
+                (fn(*xs).sin().sum() * factor).backward()
+        check_report(1)
+    for x, eager in zip(*leaves, strict=True):
+        torch.testing.assert_close(x.grad, eager.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_compiled_autograd():
+    """The backward graphs are compiled a second time, as one; what was rewritten in them stays so."""
+    compiled = Compiled(attend)
+    leaves = [inputs(), inputs()]
+    targets: list[str] = []
+
+    def backend(gm, _):
+        targets.extend(str(n.target) for n in gm.graph.nodes)
+        return gm.forward
+
+    with compiling():
+        out = compiled.fn(*leaves[0])
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            out.sin().sum().backward()
+        check_report(1)
+    attend(*leaves[1]).sin().sum().backward()
+    for x, eager in zip(*leaves, strict=True):
+        torch.testing.assert_close(x.grad, eager.grad, atol=1e-5, rtol=1e-4)
+    assert sum(t.startswith("fa_inductor.attention_backward") for t in targets) == 1, targets

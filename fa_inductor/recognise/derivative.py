@@ -43,6 +43,8 @@ def variants(block: Block) -> Iterable[Variant]:
         if values.safe:
             yield ("safe", x, next((m for m in values.members if target(m) is aten.where.self), None))
         yield ("softmax", x, out)
+        if target(out) is aten.exp.default:
+            yield ("log_softmax", x, out)
         if target(x) in CASTS:
             low = val(x.args[0]).dtype
             for user in out.users:
@@ -126,6 +128,8 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
             if softmax is not None and n is result and x is not None:
                 if kind == "half_to_float":
                     env[n] = aten._softmax.default(env[x], softmax.dim, True)
+                elif kind == "log_softmax":
+                    env[n] = aten.exp.default(aten._log_softmax.default(env[x], softmax.dim, False))
                 elif kind == "safe":
                     env[n] = aten._safe_softmax.default(env[x], softmax.dim)
                 else:
