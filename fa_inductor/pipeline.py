@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from . import guards
 from .kernels.expr import SCORE
 from .options import options
-from .prove import Context, Evaluator, Materialiser
+from .prove import Context, Evaluator, Materialiser, Undecided
 from .reasons import Code, Reason, Refusal
 from .recognise.axes import size_hint
 from .recognise.backward import Backward, Joint, find_backward, leftovers, region_of
@@ -80,7 +80,10 @@ class _Pass:
         b, h, q, k = sizes(block)
         key = tuple(map(str, (b, h, q, k)))
         if key not in self._evaluators:
-            ev = Evaluator(Context(b, h, q, k))
+            try:
+                ev = Evaluator(Context(b, h, q, k))
+            except Undecided as e:
+                raise Refusal(Code.RANK, f"a size of the scores, one of {', '.join(key)}, is not understood") from e
             self._evaluators[key] = ev, Materialiser(self.graph, block.out, ev)
         ev, mat = self._evaluators[key]
         return ev, mat.before(block.out)
