@@ -150,6 +150,8 @@ class _Run:
             return torch.full([_hint(x) for x in v.shape], literal,
                               dtype=torch.float64 if v.dtype.is_floating_point else v.dtype)
         out = n.target(*_here(args), **_here(kwargs))  # type: ignore[operator]
+        if isinstance(out, torch.Tensor) and out.dtype.is_floating_point and isinstance(v, torch.Tensor):
+            return _cast(out, v.dtype)  # a fill may leave the range of the user's dtype
         return _double(out) if isinstance(out, torch.Tensor) else out
 
 

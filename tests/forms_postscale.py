@@ -130,7 +130,7 @@ def factor_with_heads_and_queries_swapped(q, k, v, sinks):
 
 
 @form(Code.SCORE_USED, X, Arg("q"), modes=BOTH, sizes=SQUARE)
-def sink_of_each_query(q, k, v, sinks):
+def factor_of_each_query(q, k, v, sinks):
     s = scores(q, k)
     return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks[:, None])
 
