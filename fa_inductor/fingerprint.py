@@ -13,11 +13,11 @@ from .options import options
 def source_hash() -> str:
     """SHA-256 over the path and content of every Python file of the package, ``fa_inductor.kernels`` included."""
     from . import kernels
+    from .kernels.cache import add_sources
 
     digest = hashlib.sha256()
     for top in (Path(__file__).parent, Path(kernels.__file__).parent):
-        for path in sorted(top.rglob("*.py")):
-            digest.update(str(path.relative_to(top)).encode() + b"\0" + path.read_bytes() + b"\0")
+        add_sources(digest, top)
     return digest.hexdigest()
 
 

@@ -50,13 +50,17 @@ def folder() -> Path:
 def toolchain() -> str:
     """Digest of everything but the variant that an object depends on: our sources, compilers, and the host's CPU."""
     digest = hashlib.sha256()
-    top = Path(__file__).parent
-    for path in sorted(top.rglob("*.py")):
-        digest.update(str(path.relative_to(top)).encode() + b"\0" + path.read_bytes() + b"\0")
+    add_sources(digest, Path(__file__).parent)
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         digest.update(f"{package} {metadata.version(package)}\0".encode())
     digest.update(f"{platform.system()} {platform.machine()} {platform.python_version()}\0".encode() + _cpu())
     return digest.hexdigest()[:32]
+
+
+def add_sources(digest: Any, top: Path) -> None:
+    """Path and content of every Python file below ``top``."""
+    for path in sorted(top.rglob("*.py")):
+        digest.update(str(path.relative_to(top)).encode() + b"\0" + path.read_bytes() + b"\0")
 
 
 def _cpu() -> bytes:
@@ -88,15 +92,18 @@ def load_or_compile(words: str, compile_: Callable[[], Any]) -> Any:
 
     lock = filelock.FileLock(path.with_suffix(".lock"), mode=0o600)
     try:
-        with lock.acquire(timeout=LOCK_SECONDS):
-            found = _load(path, words)  # another process may have been faster
-            if found is None:
-                found = compile_()
-                _store(path, words, found)
-            return found
+        lock.acquire(timeout=LOCK_SECONDS)
     except (filelock.Timeout, OSError) as e:
         log.warning("kernel cache: no lock on %s (%s); compiling without the cache", path, e)
-        return compile_() if found is None else found
+        return compile_()
+    try:
+        found = _load(path, words)  # another process may have been faster
+        if found is None:
+            found = compile_()
+            _store(path, words, found)
+        return found
+    finally:
+        lock.release()
 
 
 def _ready(path: Path) -> Path | None:

@@ -215,7 +215,7 @@ def run_compiled(cases: Sequence[Case], rewrite: bool = True) -> list[str]:
             match = re.search(r"program_(\d+)$", block.source)
             if match and block.outcome != "not attention":
                 cases[int(match[1])].codes.append("rewritten" if block.reason is None else block.reason.code.code)
-                if block.reason is not None and block.reason.code is Code.INTERNAL:
+                if rewrite and block.reason is not None and block.reason.code is Code.INTERNAL:
                     wrong[int(match[1])] = wrong[int(match[1])] or str(block.reason)
     return wrong
 

@@ -296,8 +296,6 @@ class Reader:
     def _select(self, step: Step, cond: Any, other: Any, *, attend: bool) -> None:
         """The score where ``cond`` is ``attend``, the constant ``other`` elsewhere."""
         fill = constant(other)
-        if cond in self.block.inner and constant(cond) is None:
-            raise Refusal(Code.SCORE_USED, f"{cond.name} is computed from them")
         if fill is None or not is_tensor(cond):
             raise Refusal(Code.SCORE_OP, "where between the scores and a tensor")
         fill = rounded(float(fill), val(step.node).dtype)
