@@ -15,7 +15,6 @@ from .reasons import Code, Reason
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 KERNEL_TARGETS = ("sm_90", "sm_100")
-NAMES = {v: k for k, v in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Reason | None:
     """Facts about Q, K and V that no record can express."""
     if not (q.dtype == k.dtype == v.dtype):
         return Reason(Code.DTYPE_MIX, f"{q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype not in NAMES:
+    if q.dtype not in _DTYPES.values():
         return Reason(Code.DTYPE, str(q.dtype))
     if not (q.device == k.device == v.device):
         return Reason(Code.DEVICE, f"{q.device}, {k.device}, {v.device}")

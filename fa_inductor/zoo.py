@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import datetime
 import itertools
 import json
 import os
@@ -51,6 +52,8 @@ class Row:
     """The different blocks in words."""
     reasons: list[str]
     """Why blocks were left alone."""
+    draws: int
+    """Inputs that the errors are taken over."""
     sdpa: int
     """Rewritten blocks that PyTorch's fused operators can run."""
     excess: dict[str, float] = field(default_factory=dict)
@@ -88,11 +91,19 @@ def main(argv: list[str]) -> int:
         for line in _lines(row):
             print(line, flush=True)
         if parsed.json:
-            parsed.json.write_text(json.dumps([asdict(r) for r in rows], indent=2) + "\n")
+            parsed.json.write_text(json.dumps(_result(rows, parsed.dtype), indent=2) + "\n")
     found, rewritten = sum(r.found for r in rows), sum(r.rewritten for r in rows)
     print(f"{rewritten} of {found} attention blocks rewritten, {parsed.dtype}; error as a part of what is allowed "
           f"against float64: {max(x for r in rows for x in r.excess.values()):.2f}")
     return 0 if all(r.ok for r in rows) else 1
+
+
+def _result(rows: list[Row], dtype: str) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "dtype": dtype,
+            "date": datetime.date.today().isoformat(), "rows": [asdict(r) for r in rows]}
 
 
 def _line(*cells: Any) -> str:
@@ -158,7 +169,7 @@ def examine(name: str, attention: str, mode: str, dtype: str = "float32", shapes
     return Row(name, attention, mode, shapes, report.found, report.rewritten,
                list(dict.fromkeys(b.words for b in report.blocks if b.words)),
                list(dict.fromkeys(f"{b.source}: {b.reason}" for b in report.blocks if b.reason is not None)),
-               _fused(records), excess)
+               len(cases), _fused(records), excess)
 
 
 def _build(name: str, attention: str, dtype: Any) -> Any:

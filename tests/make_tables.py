@@ -208,16 +208,17 @@ def zoo(load: Load) -> str:
     if data is None:
         return f"Blocks of the zoo: {NOT_MEASURED} (`python -m fa_inductor zoo --all`)."
     cells: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for r in data:
+    for r in data["rows"]:
         cells.setdefault((r["attention"], r["mode"], r["shapes"]), []).append(r)
     rows = [[*key, f"{sum(r['rewritten'] for r in found)} of {sum(r['found'] for r in found)}",
              f"{max(x for r in found for x in r['excess'].values()):.2f}"] for key, found in cells.items()]
     left = dict.fromkeys(f"{r['model']} ({r['attention']}, {r['mode']}, {r['shapes']})"
-                         for r in data if r["rewritten"] < r["found"])
+                         for r in data["rows"] if r["rewritten"] < r["found"])
     return "\n\n".join([
-        f"{len({r['model'] for r in data})} kinds of transformers models, small and random, on CPU: attention blocks "
-        f"rewritten, and the worst error of outputs and gradients as a part of what the contract allows "
-        f"([zoo_cpu.json](tests/results/zoo_cpu.json)).",
+        f"{len({r['model'] for r in data['rows']})} kinds of transformers models, small and random, on CPU: attention blocks "
+        f"rewritten, and the worst error of outputs and gradients as a part of what the contract allows.  Errors are "
+        f"taken over {' or '.join(map(str, sorted({r['draws'] for r in data['rows']})))} inputs a row.  "
+        f"torch {data['torch']}, transformers {data['transformers']}, {data['date']} ([zoo_cpu.json](tests/results/zoo_cpu.json)).",
         table(["attention", "mode", "shapes", "rewritten", "error"], rows),
         "Left alone: " + (", ".join(left) if left else "none") + "."])
 

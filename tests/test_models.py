@@ -42,7 +42,7 @@ def test_table_and_json(capsys, tmp_path):
     assert lines[1].split()[:6] == ["bert", "eager", "inference", "static", "2", "2"] and "key padding" in lines[1]
     assert lines[2].split()[:6] == ["bert", "eager", "training", "static", "2", "2"]
     assert lines[3].startswith("4 of 4 attention blocks rewritten, float32")
-    rows = json.loads(path.read_text())
+    rows = json.loads(path.read_text())["rows"]
     assert [(r["model"], r["mode"], r["found"], r["rewritten"], r["reasons"]) for r in rows] == [
         ("bert", "inference", 2, 2, []), ("bert", "training", 2, 2, [])]
     assert all(0 < x <= 1 for r in rows for x in r["excess"].values())

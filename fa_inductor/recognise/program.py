@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..guards import NAMES
 from ..kernels import expr as ex
 from ..kernels.expr import SCORE, Expr
 from ..kernels.record import Attention
@@ -334,7 +333,7 @@ class Reader:
         sizes = [group_size(resolve(g)) for g in (b.heads, b.kv_heads, b.d_axes, b.dv_axes)]
         record = Attention(
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
-            dtype=NAMES[val(b.v.node).dtype], scale=self.scale, score=self.expr, mask=atoms, fill=fill,
+            dtype=str(val(b.v.node).dtype).removeprefix("torch."), scale=self.scale, score=self.expr, mask=atoms, fill=fill,
             fill_mode=mode, empty_rows=empty, sink=sink, grads=tuple(self.captures.grads))  # type: ignore[arg-type]
         return Program(record, captures, ints, self.q_factor)
 
