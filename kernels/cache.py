@@ -46,13 +46,24 @@ def folder() -> Path:
     return platformdirs.user_cache_path("fa_inductor") / "kernels" / toolchain()
 
 
+_TOOLS = (*(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13")), "apache-tvm-ffi")
+"""What compiles and loads a kernel, as distributions; the DSL's libraries also come without the umbrella."""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
 @lru_cache(maxsize=1)
 def toolchain() -> str:
     """Digest of everything but the variant that an object depends on: our sources, compilers, and the host's CPU."""
     digest = hashlib.sha256()
     add_sources(digest, Path(__file__).parent)
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        digest.update(f"{package} {metadata.version(package)}\0".encode())
+    for package in _TOOLS:
+        digest.update(f"{package} {_version(package)}\0".encode())
     digest.update(f"{platform.system()} {platform.machine()} {platform.python_version()}\0".encode() + _cpu())
     return digest.hexdigest()[:32]
 
