@@ -367,15 +367,14 @@ def attention(
     size = (variant, batch, rows, keys, lo, hi, device.index)
     launch = plan.launches.get(size)
     if launch is None:
-        section, blocks = schedule(variant, batch, heads, record.group, rows, keys, lo, hi, device.index)
-        if blocks >= 1 << 31:
-            raise ValueError(f"{blocks} tiles of queries are more than a grid can have")
+        section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         if len(plan.launches) > 1000:
             plan.launches.clear()
         launch = plan.launches[size] = (_kernel(variant), section, blocks)
     fn, section, blocks = launch
+    tickets = torch.empty(1, dtype=torch.int32, device=device) if variant.uneven else None
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
-            section, blocks)
+            section, tickets, blocks)
     if device.index == torch.cuda.current_device():
         fn(*args)
     else:
@@ -452,24 +451,16 @@ def _narrow(x: int) -> int:
     return int(x)
 
 
-def schedule(
-    variant: Forward, batch: int, heads: int, group: int, rows: int, keys: int, lo: int, hi: int, device: int
-) -> tuple[int, int]:
-    """(section, blocks) of a launch.
+def schedule(variant: Forward, batch: int, heads: int, group: int, rows: int, keys: int, device: int) -> tuple[int, int]:
+    """(section, blocks) of a launch: one block a multiprocessor at most, which fetches the next tile's Q and K while it
+    writes O.
 
-    Short rows run on one block a multiprocessor, which fetches the next tile's Q and K while it writes O: H200,
-    2026-11-29, d64 s1024 390 -> 442 TFLOP/s, d128 555 -> 605, with a causal edge 248 -> 291.  Long ones run a block a
-    tile, the longest first, which balances better; at s4096 both are equal without an edge.
+    Raises:
+        ValueError: more tiles of queries than a counter of 32 bits can deal out.
     """
-    tile = variant.tile
-    m_blocks = -(-rows // tile.rows)
-    blocks = m_blocks * heads * batch
-    walked = min(keys, hi - lo + tile.rows)
-    persistent = tile.own_o and walked <= 12 * tile.keys and blocks > _sm_count(device)
-    if variant.band_hi:
-        # A pair of row blocks is one unit of work, so their number must be even.
-        persistent = persistent and m_blocks % 2 == 0
-    if persistent:
-        return 0, _sm_count(device)
+    tiles = -(-rows // variant.tile.rows) * heads * batch
+    if tiles >= 1 << 30:
+        raise ValueError(f"{tiles} tiles of queries are more than a counter of 32 bits can deal out")
+    blocks = min(tiles, _sm_count(device))
     per_head = 2 * keys * (variant.dim + variant.dim_v)
     return min(max(1, _L2_BYTES // per_head) * group, heads * batch), blocks

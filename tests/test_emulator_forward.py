@@ -119,7 +119,7 @@ def test_every_form_of_the_kernels_has_a_program() -> None:
 
         p = build(CASES[name])
         program = compiled(api.variant_of(p.record, p.captures))
-        for part in (program.main, program.seen):
+        for part in (program.main, program.before):
             missing = {_form(s.kind) for s in part.steps} - forms - {"trap"} if part else set()
             assert not missing, (name, sorted(missing))
 

@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
-from cutlass.cutlass_dsl import select_
+from cutlass.cutlass_dsl import not_, select_
 from cutlass.utils import SmemAllocator
 
 from ..expr import SCORE
@@ -38,6 +38,10 @@ LN2 = math.log(2.0)
 NEG_INF = -float("inf")
 _SCAN = 256
 """Threads that look for the first and the last key of a padding mask."""
+_EXP2 = (0.009582852944731712, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163, 1.0)
+"""Coefficients of 2^x on [-0.5, 0.5], highest first: least relative error with the constant term fixed at 1."""
+_ROUND = 1.5 * 2.0**23
+"""Added to a float32 of up to 2^22, it leaves the nearest integer in the low bits."""
 LAZY = 8.0
 """A row's reference is replaced when its maximum rises by more than this, in base-2 units."""
 
@@ -119,6 +123,7 @@ class ForwardKernel:
         chunk: Int32,
         chunk_offset: Int32,
         section: Int32,
+        tickets: cute.Tensor | None,
         blocks: Int32,
         stream: Any,
     ):
@@ -127,8 +132,8 @@ class ForwardKernel:
         ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]``, each None where the variant does not use it.
 
         seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
-        section: heads whose K and V are walked together (they should fit in L2); 0 pairs long rows with short ones, for
-        blocks that take several tiles.  blocks: thread blocks to launch.
+        section: heads whose K and V are walked together (they should fit in L2).  tickets: ``[1]`` int32, scratch.
+        blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
         """
         tile = self.t
         lq, lk, lv, lo = self._layouts()
@@ -145,10 +150,12 @@ class ForwardKernel:
         tma_o, mo = cpasync.make_tiled_tma_atom(
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
         if const_expr(padding is not None):
-            self.seen_keys(padding, seen).launch(grid=[seen.shape[0], 1, 1], block=[_SCAN, 1, 1], stream=stream)
+            self.seen_keys(padding, seen, tickets).launch(grid=[seen.shape[0], 1, 1], block=[_SCAN, 1, 1], stream=stream)
+        elif const_expr(tickets is not None):
+            self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
         captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
         args = (seen, dense, doc_q, doc_k, sink, vmean, captures, ints, scale, fill, (band_lo, band_hi, chunk, chunk_offset),
-                section)
+                section, tickets)
         self.kernel(
             tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, *args, lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -159,32 +166,50 @@ class ForwardKernel:
         """Work item -> (row block, query head, batch).
 
         Without a causal edge the row blocks of one head follow each other, so that its K and V stay in L2.  With one,
-        long rows come first, inside a section of heads; or, for blocks that take several items (section 0), a long row
-        block and the short one that makes up for it follow each other.
+        long rows come first, inside a section of heads.
         """
         m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
         bh = index // m_blocks
         m = index - bh * m_blocks
         if self.v.band_hi:
-            paired = section == 0
-            section = cutlass.max(section, 1)
             first = index // (section * m_blocks)
             rest = index - first * (section * m_blocks)
             width = cutlass.min(section, heads * batch - first * section)
             step = rest // width
-            half = m // 2
-            m = select_(paired, select_(m % 2 == 0, m_blocks - 1 - half, half), m_blocks - 1 - step)
-            bh = select_(paired, bh, first * section + (rest - step * width))
+            m = m_blocks - 1 - step
+            bh = first * section + (rest - step * width)
         b = bh // heads
         return m, bh - b * heads, b
 
-    def _item(self, turn, section):
-        """Work item of this block at its `turn`-th turn."""
-        grid, block = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
-        item = turn * grid + block
-        if self.v.band_hi:
-            pair = 2 * ((turn // 2) * grid + block) + turn % 2
-            item = select_(section == 0, pair, item)
+    # A block begins with the item of its own number.  Where all items cost the same, the rest is dealt out in turn, else
+    # by a counter: the load warp draws ahead and hands what it drew to the other warps.
+
+    @cute.jit
+    def _draw(self, tickets):
+        """What the counter gives this block next, for lane 0 of the load warp."""
+        item = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            item = cute.arch.atomic_add(tickets.iterator, Int32(1)) + cute.arch.grid_dim()[0]
+        return item
+
+    @cute.jit
+    def _publish(self, item, shared, slot, phase):
+        """Hand lane 0's item to the other warps."""
+        cute.arch.mbarrier_wait(shared.item_empty.data_ptr() + slot, phase)
+        if cute.arch.lane_idx() == 0:
+            cute.make_tensor(shared.items.data_ptr() + slot, cute.make_layout(1))[0] = item
+            cute.arch.mbarrier_arrive(shared.item_full.data_ptr() + slot)
+        return cute.arch.shuffle_sync(item, 0)
+
+    @cute.jit
+    def _receive(self, index, shared, slot, phase):
+        """The item after `index`, for a warp other than the load warp."""
+        item = index + cute.arch.grid_dim()[0]
+        if const_expr(self.v.uneven):
+            cute.arch.mbarrier_wait(shared.item_full.data_ptr() + slot, phase)
+            item = cute.arch.make_warp_uniform(cute.make_tensor(shared.items.data_ptr() + slot, cute.make_layout(1))[0])
+            cute.arch.sync_warp()
+            _arrive(shared.item_empty.data_ptr() + slot)
         return item
 
     def _key_tiles(self, m, b, rows, keys, seen, edges):
@@ -235,6 +260,7 @@ class ForwardKernel:
         fill: Float32,
         edges: tuple,
         section: Int32,
+        tickets: cute.Tensor | None,
         lq: cute.ComposedLayout,
         lk: cute.ComposedLayout,
         lv: cute.ComposedLayout,
@@ -256,6 +282,9 @@ class ForwardKernel:
             v_empty: cute.struct.MemRange[Int64, stages]
             bits_full: cute.struct.MemRange[Int64, stages]
             v_clean: cute.struct.MemRange[Int64, stages]
+            item_full: cute.struct.MemRange[Int64, 2]
+            item_empty: cute.struct.MemRange[Int64, 2]
+            items: cute.struct.MemRange[Int32, 2]
             bits: cute.struct.MemRange[Int32, words * stages]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_size], 1024]
             o: cute.struct.Align[cute.struct.MemRange[self.dtype, o_size], 1024]
@@ -281,13 +310,16 @@ class ForwardKernel:
                     cute.arch.mbarrier_init(shared.v_empty.data_ptr() + i, 4 * nwg)
                     cute.arch.mbarrier_init(shared.bits_full.data_ptr() + i, 1)
                     cute.arch.mbarrier_init(shared.v_clean.data_ptr() + i, 1)
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(shared.item_full.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(shared.item_empty.data_ptr() + i, 4 * nwg + (1 if self.v.padding else 0))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.t.producer_regs)
             if warp_index == 0:
-                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, section)
+                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, section, tickets)
             if const_expr(self.v.padding):
                 if warp_index == 1:
                     self.mask(mq, mk, sv, shared, padding, seen, edges, section)
@@ -297,7 +329,12 @@ class ForwardKernel:
                          captures, ints, scale, fill, edges, section)
 
     @cute.kernel
-    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor):
+    def clear(self, tickets: cute.Tensor):
+        if cute.arch.thread_idx()[0] == 0:
+            tickets[0] = 0
+
+    @cute.kernel
+    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):
         """[first key that is not padding, one past the last) of each batch entry: tiles outside are not walked."""
         smem = SmemAllocator()
         part = smem.allocate_tensor(Int32, cute.make_layout((2, _SCAN // 32)))
@@ -319,9 +356,11 @@ class ForwardKernel:
                 last = cutlass.max(last, part[1, i])
             seen[b, 0] = first
             seen[b, 1] = last
+            if b == 0:
+                tickets[0] = 0
 
     @cute.jit
-    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, section):
+    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, section, tickets):
         """Producer warp: Q once a tile, then K and V in the order in which the consumers need them."""
         v, t = self.v, self.t
         rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
@@ -341,9 +380,12 @@ class ForwardKernel:
 
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
-        turn = Int32(0)
-        index = self._item(turn, section)
+        slot, slot_phase = Int32(0), Int32(1)
+        index = cute.arch.block_idx()[0]
         while index < total:
+            drawn = index + cute.arch.grid_dim()[0]
+            if const_expr(v.uneven):
+                drawn = self._draw(tickets)
             m, h, b = self._decode(index, rows, heads, batch, section)
             hk = h // group
             first, last = self._key_tiles(m, b, rows, keys, seen, edges)
@@ -357,14 +399,16 @@ class ForwardKernel:
                 cute.copy(tma_q, q_g[None, m * self.nwg + w, h, b], q_s[None, w],
                           tma_bar_ptr=shared.q_full.data_ptr() + w)
             q_phase ^= 1
+            index = drawn
+            if const_expr(v.uneven):
+                index = self._publish(drawn, shared, slot, slot_phase)
+                slot, slot_phase = slot ^ 1, slot_phase ^ slot
             for i in cutlass.range(last - first, unroll=1):
                 if i + 1 < last - first:
                     k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 2 - i, hk, b], k_s, shared.k_full,
                                                    shared.k_empty, k_stage, k_phase, k_bytes)
                 v_stage, v_phase = self._fetch(tma_v, v_g[None, last - 1 - i, hk, b], v_s, shared.v_full,
                                                shared.v_empty, v_stage, v_phase, v_bytes)
-            turn += 1
-            index = self._item(turn, section)
 
     def _fetch(self, tma, source, target, full, empty, stage, phase, size):
         """Fill one stage by TMA once it is free; returns the next (stage, phase)."""
@@ -390,8 +434,8 @@ class ForwardKernel:
         width = _swizzle_width(v.dim_v)
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         k_stage, k_phase, v_stage, v_phase, full_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
-        turn = Int32(0)
-        index = self._item(turn, section)
+        slot, slot_phase = Int32(0), Int32(0)
+        index = cute.arch.block_idx()[0]
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
             first, last = self._key_tiles(m, b, rows, keys, seen, edges)
@@ -431,8 +475,8 @@ class ForwardKernel:
                         cute.arch.mbarrier_arrive(shared.v_clean.data_ptr() + v_stage)
                     _, full_phase = self._advance(v_stage, full_phase)
                     v_stage, v_phase = self._advance(v_stage, v_phase)
-            turn += 1
-            index = self._item(turn, section)
+            index = self._receive(index, shared, slot, slot_phase)
+            slot, slot_phase = slot ^ 1, slot_phase ^ slot
 
     @cute.jit
     def _bits(self, padding, b, key, keys, column, where, lane):
@@ -466,7 +510,9 @@ class ForwardKernel:
         f_v = thread_pv.make_fragment_B(thread_pv.partition_B(sv))
         s_shape = thread_qk.partition_shape_C((64, t.keys))
         o = thread_pv.make_fragment_C(thread_pv.partition_shape_C((64, v.dim_v)))
-        p = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, t.keys // 16)), self.dtype)
+        # P as whole registers: elements of 16 bits would be carried around the loop one by one.
+        packed = cute.make_rmem_tensor(cute.make_layout(((1, 2, 2), 1, t.keys // 16)), Int32)
+        p = cute.recast_tensor(packed, self.dtype)
         o16 = cute.make_rmem_tensor(o.layout, self.dtype)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
@@ -483,8 +529,8 @@ class ForwardKernel:
 
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        turn = Int32(0)
-        index = self._item(turn, section)
+        slot, slot_phase = Int32(0), Int32(0)
+        index = cute.arch.block_idx()[0]
         while index < total:
             m, h, b = self._decode(index, rows, heads, batch, section)
             first, last = self._key_tiles(m, b, rows, keys, seen, edges)
@@ -507,8 +553,9 @@ class ForwardKernel:
                             doc_q, doc_k, captures, ints, scale, edges)
                 _arrive(shared.k_empty.data_ptr() + k_stage)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
-                self.softmax(s, row_max, row_sum, scale_log2)
-                p.store(s.load().to(self.dtype))
+                self.maxima(s, row_max, scale_log2)
+                self.exponentials(s, row_max, row_sum, scale_log2)
+                self.pack(s, packed)
 
                 for i in cutlass.range(last - first - 1, unroll=1):
                     # A fresh S: the old values must not count as an input of the product.
@@ -534,21 +581,24 @@ class ForwardKernel:
                     if const_expr(v.padding):  # the key bits live as long as their K tile
                         _arrive(shared.k_empty.data_ptr() + k_stage)
                     k_stage, k_phase = self._advance(k_stage, k_phase)
-                    factor0, factor1 = self.softmax(s, row_max, row_sum, scale_log2)
-                    # ptxas moves a wait up over arithmetic, and then no exponential runs under the PV product.  A
-                    # branch on the row sums, never taken, keeps the wait behind all of them.
-                    if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < 0.0):
-                        cute.arch.inline_ptx("trap;")
+                    factors = cute.make_rmem_tensor(2, Float32)
+                    factors.fill(1.0)
+                    before = (row_max[0], row_max[1])
+                    rose = self.maxima(s, row_max, scale_log2)
+                    # ptxas moves a wait up over arithmetic, but not over a branch: this one keeps the search for the
+                    # maxima under the PV product, whose end the exponentials need not wait for any more.
+                    if rose:
+                        for r in cutlass.range_constexpr(2):
+                            factors[r] = cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True)
+                            row_sum[r] = row_sum[r] * factors[r]
                     warpgroup.wait_group(0)
                     _arrive(shared.v_empty.data_ptr() + v_stage)
                     v_stage, v_phase = self._advance(v_stage, v_phase)
-                    if cute.arch.vote_any_sync((factor0 != 1.0) | (factor1 != 1.0)):
-                        for e in cutlass.range_constexpr(0, cute.size(o), 4):
-                            o[e] = o[e] * factor0
-                            o[e + 1] = o[e + 1] * factor0
-                            o[e + 2] = o[e + 2] * factor1
-                            o[e + 3] = o[e + 3] * factor1
-                    p.store(s.load().to(self.dtype))
+                    if rose:
+                        for e in cutlass.range_constexpr(cute.size(o)):
+                            o[e] = o[e] * factors[e // 2 % 2]
+                    self.exponentials(s, row_max, row_sum, scale_log2)
+                    self.pack(s, packed)
 
                 if const_expr(t.own_o):
                     _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
@@ -581,8 +631,8 @@ class ForwardKernel:
                 if const_expr(not t.own_o):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     _arrive(shared.q_empty.data_ptr() + w)
-            turn += 1
-            index = self._item(turn, section)
+            index = self._receive(index, shared, slot, slot_phase)
+            slot, slot_phase = slot ^ 1, slot_phase ^ slot
         if (tid // 32) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -716,47 +766,63 @@ class ForwardKernel:
                     i = 4 * j + 2 * r + e
                     s[i] = select_(theirs == mine[r], s[i], Float32(NEG_INF))
 
-    def softmax(self, s, row_max, row_sum, scale_log2):
-        """One step of the online softmax: S becomes exp(S - max) in place; returns the factors of the two rows of O.
+    # Online softmax.  With a positive scale the maximum is taken over raw scores and the scale is folded into the
+    # exponent's fma.  Otherwise S holds the scores themselves, in natural units: a bias of -3.4e38 must stay finite,
+    # since a row that has it everywhere is a uniform one.
 
-        With a positive scale the maximum is taken over raw scores and the scale is folded into the exponent's fma.
-        Otherwise S holds the scores themselves, in natural units: a bias of -3.4e38 must stay finite, since a row that
-        has it everywhere is a uniform one.
-        """
-        factors = []
-        size = cute.size(s)
-        unit = Float32(LOG2E) if self.v.premultiply else scale_log2
+    def unit(self, scale_log2):
+        """Base-2 units of a number in S."""
+        return Float32(LOG2E) if self.v.premultiply else scale_log2
+
+    def maxima(self, s, row_max, scale_log2):
+        """Raise the references of the two rows of a thread where S exceeds them by much; True if any row of the warp
+        did, whose sums and outputs must then be scaled."""
+        kept = None
         for r in range(2):
-            idx = [4 * j + 2 * r + e for j in range(size // 4) for e in range(2)]
-            # Four chains: fmax has a latency of several cycles.  PTX max drops NaN; the exponential brings it back.
+            idx = _row(cute.size(s), r)
+            # Four chains: fmax has a latency of several cycles.  A NaN wins, and makes the whole row NaN.
             tops = [s[i] for i in idx[:4]]
             for n, i in enumerate(idx[4:]):
-                tops[n % 4] = cute.arch.fmax(tops[n % 4], s[i])
-            top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1))
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
+                tops[n % 4] = _max(tops[n % 4], s[i])
+            top = _max(_max(tops[0], tops[1]), _max(tops[2], tops[3]))
+            top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
+            top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
             old = row_max[r]
-            top = cute.arch.fmax(old, top)
+            top = _max(old, top)
             # The reference need not be the maximum: up to 2^8 above it P loses nothing in 16 bits, and O stays as it
             # is (FlashAttention-4, arXiv 2603.05451).  -inf and NaN fail the comparison and take the new value.
-            top = select_((top - old) * unit <= LAZY, old, top)
-            row_max[r] = top
-            # So far every score was -inf: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.  A row that ends like
-            # this has the sum 0.
-            top = select_(top == NEG_INF, Float32(0.0), top)
+            keep = (top - old) * self.unit(scale_log2) <= LAZY
+            row_max[r] = select_(keep, old, top)
+            kept = keep if kept is None else kept & keep
+        return cute.arch.vote_any_sync(not_(kept))
+
+    def exponentials(self, s, row_max, row_sum, scale_log2):
+        """S becomes exp(S - reference) in place; row sums grow by it."""
+        unit = self.unit(scale_log2)
+        for r in range(2):
+            top = _finite(row_max[r])
             shift = top * unit
-            factors.append(cute.math.exp2((old - top) * unit, fastmath=True))
             sums = []
-            for n, i in enumerate(idx):
+            for n, i in enumerate(_row(cute.size(s), r)):
                 x = (s[i] - top) * unit if self.v.premultiply else cute.math.fma(s[i], unit, -shift)
-                x = cute.math.exp2(x, fastmath=True)
+                if self.t.fma_exp and n % self.t.fma_exp == 1:
+                    x = _exp2_fma(x)
+                else:
+                    x = cute.math.exp2(x, fastmath=True)
                 s[i] = x
                 if n < 4:
                     sums.append(x)
                 else:
                     sums[n % 4] = sums[n % 4] + x
-            row_sum[r] = row_sum[r] * factors[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
-        return factors
+            row_sum[r] = row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+
+    def pack(self, s, packed):
+        """S rounded to 16 bits: the A operand of the PV product, two elements a register."""
+        kind = "bf16x2" if self.v.dtype == "bfloat16" else "f16x2"
+        for e in range(cute.size(packed)):
+            packed[e] = cute.arch.inline_ptx(
+                f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32],
+                read_only_args=[s[2 * e + 1], s[2 * e]])
 
     @cute.jit
     def normalise(self, o, row_max, row_sum, scale, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean):
@@ -791,6 +857,33 @@ class ForwardKernel:
             if column == 0:
                 if row < rows:
                     lse[b, h, row] = log_sum
+
+
+def _row(size: int, r: int) -> list[int]:
+    """Elements of an accumulator of `size` registers that are in row r of a thread's two."""
+    return [4 * j + 2 * r + e for j in range(size // 4) for e in range(2)]
+
+
+def _max(a, b):
+    return cute.arch.fmax(a, b, nan=True)
+
+
+def _finite(top):
+    """Reference of a row, 0 where every score so far was -inf: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.  A
+    row that ends like this has the sum 0."""
+    return select_(top == NEG_INF, Float32(0.0), top)
+
+
+def _exp2_fma(x):
+    """2^x for x up to 127 without the special function unit: rounded to an integer, a polynomial of the rest (relative
+    error 2.9e-6, exact at 0), the integer added to the exponent.  Exactly 0 from -127 down; NaN in x is lost."""
+    x = cute.arch.fmax(x, -127.0)
+    whole = x + _ROUND
+    rest = x - (whole - _ROUND)
+    y = Float32(_EXP2[0])
+    for c in _EXP2[1:]:
+        y = cute.math.fma(y, rest, Float32(c))
+    return (y.bitcast(Int32) + (whole.bitcast(Int32) << 23)).bitcast(Float32)
 
 
 def _gemm(mma, acc, a, b, clear: bool):

@@ -38,6 +38,8 @@ class Tile:
     own_o: bool
     """The output tile has its own shared memory, so the next Q loads while it is written."""
     why: str
+    fma_exp: int = 0
+    """Every so many exponentials one is computed with fma instead of the special function unit; 0 is none."""
 
     @property
     def warpgroups(self) -> int:
@@ -112,6 +114,11 @@ class Forward:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
         raise ValueError(f"no tile for head dims ({self.dim}, {self.dim_v})")
+
+    @property
+    def uneven(self) -> bool:
+        """Row blocks walk different numbers of key tiles, so a counter deals them out."""
+        return self.band_lo or self.band_hi or self.chunk or self.padding
 
     @property
     def has_program(self) -> bool:

@@ -41,15 +41,16 @@ class Compiled:
     """The kernels of one variant."""
 
     main: Program
-    seen: Program | None
+    before: Program | None
+    """What runs first: looks for the keys that are no padding, or clears the counter of work items."""
 
     @staticmethod
     def from_text(text: str) -> Compiled:
         """From PTX, possibly one that was tampered with."""
         names = list(parse(text))
-        seen = [n for n in names if "seen_keys" in n]
-        (main,) = (n for n in names if n not in seen)
-        return Compiled(Program(text, main), Program(text, seen[0]) if seen else None)
+        before = [n for n in names if "seen_keys" in n or "clear" in n]
+        (main,) = (n for n in names if n not in before)
+        return Compiled(Program(text, main), Program(text, before[0]) if before else None)
 
 
 @lru_cache(maxsize=64)
@@ -116,11 +117,14 @@ class Launcher:
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
         optional, numbers = others[:5 + MAX_CAPTURES], others[5 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, blocks = numbers
         memory = _Storage()
-        if padding is not None and programs.seen is not None:
-            _, stats = emulate(programs.seen, seen.shape[0], [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)],
-                               seed=self.seed, limit=self.limit, shared_bytes=4 * 2 * (256 // 32))
+        if programs.before is not None:
+            grid, params = 1, [memory.tensor(tickets, (0,), unknown=True)]
+            if padding is not None:
+                grid, params = seen.shape[0], [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True), *params]
+            _, stats = emulate(programs.before, grid, params, seed=self.seed, limit=self.limit,
+                               shared_bytes=0 if padding is None else 4 * 2 * (256 // 32))
             self.stats.append(stats)
         maps = []
         for x, box in zip((q, k, v, out), boxes(variant), strict=True):
@@ -131,7 +135,7 @@ class Launcher:
                    if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,))]
         params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
-                  chunk, offset, section]
+                  chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
 
