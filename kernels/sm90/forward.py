@@ -213,7 +213,8 @@ class ForwardKernel:
         return item
 
     def _key_tiles(self, m, b, rows, keys, seen, edges):
-        """Key tiles [first, last) that some row of block m can see."""
+        """Key tiles [first, last) that some row of block m can see, or one that none can: an item without products would
+        be a branch around them."""
         n = self.t.keys
         band_lo, band_hi, chunk, chunk_offset = edges
         q_min = m * self.t.rows
@@ -230,6 +231,7 @@ class ForwardKernel:
             low = cutlass.max(low, seen[b, 0])
             high = cutlass.min(high, seen[b, 1])
         first, last = low // n, (cutlass.max(high, 0) + (n - 1)) // n
+        last = cutlass.max(last, first + 1)
         # Known to be equal in a warp, the loop over them cannot be taken for divergent.
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
 
@@ -389,9 +391,9 @@ class ForwardKernel:
             m, h, b = self._decode(index, rows, heads, batch, section)
             hk = h // group
             first, last = self._key_tiles(m, b, rows, keys, seen, edges)
-            if first < last:  # before Q: the buffers of K are free while the tile before is still being written
-                k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 1, hk, b], k_s, shared.k_full, shared.k_empty,
-                                               k_stage, k_phase, k_bytes)
+            # Before Q: the buffers of K are free while the tile before is still being written.
+            k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 1, hk, b], k_s, shared.k_full, shared.k_empty,
+                                           k_stage, k_phase, k_bytes)
             for w in cutlass.range_constexpr(self.nwg):
                 cute.arch.mbarrier_wait(shared.q_empty.data_ptr() + w, q_phase)
                 with cute.arch.elect_one():
@@ -531,89 +533,95 @@ class ForwardKernel:
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         index = cute.arch.block_idx()[0]
+        # The first product of an item is issued before the epilogue of the item before, where O has its own memory.
+        s0 = thread_qk.make_fragment_C(s_shape)
+        m, h, b, first, last = self._begin(index, total, rows, heads, batch, section, keys, seen, edges)
+        if const_expr(t.own_o):
+            self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
         while index < total:
-            m, h, b = self._decode(index, rows, heads, batch, section)
-            first, last = self._key_tiles(m, b, rows, keys, seen, edges)
             row0 = m * t.rows + row_in_block
             o.fill(0.0)
             row_max.fill(NEG_INF)
             row_sum.fill(0.0)
-            cute.arch.mbarrier_wait(shared.q_full.data_ptr() + w, q_phase)
+            if const_expr(not t.own_o):
+                self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
             q_phase ^= 1
 
-            if first < last:
-                # The first tile has no PV product to hide under.
+            warpgroup.wait_group(0)
+            if const_expr(t.own_o):
+                if last - first == 1:
+                    _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
+            self.scores(s0, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, dense,
+                        doc_q, doc_k, captures, ints, scale, edges)
+            _arrive(shared.k_empty.data_ptr() + k_stage)
+            k_stage, k_phase = self._advance(k_stage, k_phase)
+            self.maxima(s0, row_max, scale_log2)
+            self.exponentials(s0, row_max, row_sum, scale_log2)
+            self.pack(s0, packed)
+
+            for i in cutlass.range(last - first - 1, unroll=1):
+                # A fresh S: the old values must not count as an input of the product.
                 s = thread_qk.make_fragment_C(s_shape)
                 cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                if const_expr(t.ping_pong):
+                    cute.arch.barrier(barrier_id=_BAR_TURN + w, number_of_threads=256)
                 warpgroup.fence()
                 _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage], True)
                 warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                self.scores(s, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, dense,
-                            doc_q, doc_k, captures, ints, scale, edges)
-                _arrive(shared.k_empty.data_ptr() + k_stage)
-                k_stage, k_phase = self._advance(k_stage, k_phase)
-                self.maxima(s, row_max, scale_log2)
-                self.exponentials(s, row_max, row_sum, scale_log2)
-                self.pack(s, packed)
-
-                for i in cutlass.range(last - first - 1, unroll=1):
-                    # A fresh S: the old values must not count as an input of the product.
-                    s = thread_qk.make_fragment_C(s_shape)
-                    cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
-                    if const_expr(t.ping_pong):
-                        cute.arch.barrier(barrier_id=_BAR_TURN + w, number_of_threads=256)
-                    warpgroup.fence()
-                    _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage], True)
-                    warpgroup.commit_group()
-                    self.wait_v(shared, v_stage, v_phase)
-                    warpgroup.fence()
-                    _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
-                    warpgroup.commit_group()
-                    if const_expr(t.ping_pong):
-                        peer = select_(w + 1 == nwg, Int32(0), w + 1)
-                        cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
-                    warpgroup.wait_group(1)
-                    if const_expr(not v.padding):
-                        _arrive(shared.k_empty.data_ptr() + k_stage)
-                    self.scores(s, shared, k_stage, k_phase, last - 2 - i, m, w, row0, column, h, b, rows, keys,
-                                dense, doc_q, doc_k, captures, ints, scale, edges)
-                    if const_expr(v.padding):  # the key bits live as long as their K tile
-                        _arrive(shared.k_empty.data_ptr() + k_stage)
-                    k_stage, k_phase = self._advance(k_stage, k_phase)
-                    factors = cute.make_rmem_tensor(2, Float32)
-                    factors.fill(1.0)
-                    before = (row_max[0], row_max[1])
-                    rose = self.maxima(s, row_max, scale_log2)
-                    # ptxas moves a wait up over arithmetic, but not over a branch: this one keeps the search for the
-                    # maxima under the PV product, whose end the exponentials need not wait for any more.
-                    if rose:
-                        for r in cutlass.range_constexpr(2):
-                            factors[r] = cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True)
-                            row_sum[r] = row_sum[r] * factors[r]
-                    warpgroup.wait_group(0)
-                    _arrive(shared.v_empty.data_ptr() + v_stage)
-                    v_stage, v_phase = self._advance(v_stage, v_phase)
-                    if rose:
-                        for e in cutlass.range_constexpr(cute.size(o)):
-                            o[e] = o[e] * factors[e // 2 % 2]
-                    self.exponentials(s, row_max, row_sum, scale_log2)
-                    self.pack(s, packed)
-
-                if const_expr(t.own_o):
-                    _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
                 self.wait_v(shared, v_stage, v_phase)
                 warpgroup.fence()
                 _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
                 warpgroup.commit_group()
+                if const_expr(t.ping_pong):
+                    peer = select_(w + 1 == nwg, Int32(0), w + 1)
+                    cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
+                warpgroup.wait_group(1)
+                if const_expr(t.own_o):
+                    if i == last - first - 2:
+                        _arrive(shared.q_empty.data_ptr() + w)
+                if const_expr(not v.padding):
+                    _arrive(shared.k_empty.data_ptr() + k_stage)
+                self.scores(s, shared, k_stage, k_phase, last - 2 - i, m, w, row0, column, h, b, rows, keys,
+                            dense, doc_q, doc_k, captures, ints, scale, edges)
+                if const_expr(v.padding):  # the key bits live as long as their K tile
+                    _arrive(shared.k_empty.data_ptr() + k_stage)
+                k_stage, k_phase = self._advance(k_stage, k_phase)
+                factors = cute.make_rmem_tensor(2, Float32)
+                factors.fill(1.0)
+                before = (row_max[0], row_max[1])
+                rose = self.maxima(s, row_max, scale_log2)
+                # ptxas moves a wait up over arithmetic, but not over a branch: this one keeps the search for the
+                # maxima under the PV product, whose end the exponentials need not wait for any more.
+                if rose:
+                    for r in cutlass.range_constexpr(2):
+                        factors[r] = cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True)
+                        row_sum[r] = row_sum[r] * factors[r]
                 warpgroup.wait_group(0)
                 _arrive(shared.v_empty.data_ptr() + v_stage)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
-            else:
-                if const_expr(t.own_o):
-                    _arrive(shared.q_empty.data_ptr() + w)
+                if rose:
+                    for e in cutlass.range_constexpr(cute.size(o)):
+                        o[e] = o[e] * factors[e // 2 % 2]
+                self.exponentials(s, row_max, row_sum, scale_log2)
+                self.pack(s, packed)
 
-            self.normalise(o, row_max, row_sum, scale, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean)
+            self.wait_v(shared, v_stage, v_phase)
+            warpgroup.fence()
+            _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
+            warpgroup.commit_group()
+
+            this_m, this_h, this_b = m, h, b
+            index = self._receive(index, shared, slot, slot_phase)
+            slot, slot_phase = slot ^ 1, slot_phase ^ slot
+            m, h, b, first, last = self._begin(index, total, rows, heads, batch, section, keys, seen, edges)
+            if const_expr(t.own_o):
+                self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
+            _arrive(shared.v_empty.data_ptr() + v_stage)
+            v_stage, v_phase = self._advance(v_stage, v_phase)
+            self.normalise(o, row_max, row_sum, scale, fill, keys, rows, row0, column, this_h, this_b, group, lse, sink, vmean)
 
             o16.store(o.load().to(self.dtype))
             # The memory of O is free when the store before has read it (own memory) and when every warp is through
@@ -626,15 +634,37 @@ class ForwardKernel:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
             if (tid // 32) % 4 == 0:
-                cute.copy(tma_o, o_s[None, w], o_g[None, m * nwg + w, h, b])
+                cute.copy(tma_o, o_s[None, w], o_g[None, this_m * nwg + w, this_h, this_b])
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(not t.own_o):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     _arrive(shared.q_empty.data_ptr() + w)
-            index = self._receive(index, shared, slot, slot_phase)
-            slot, slot_phase = slot ^ 1, slot_phase ^ slot
+        warpgroup.wait_group(0)
         if (tid // 32) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _begin(self, index, total, rows, heads, batch, section, keys, seen, edges):
+        """What a work item is: (row block, query head, batch entry, first key tile, one past the last).  Behind the last
+        item it is the last one again."""
+        m, h, b = self._decode(cutlass.min(index, total - 1), rows, heads, batch, section)
+        return m, h, b, *self._key_tiles(m, b, rows, keys, seen, edges)
+
+    @cute.jit
+    def first_product(self, s, f_q, f_k, shared, there, w, q_phase, k_stage, k_phase):
+        """Issue S = Q K^T of an item's first key tile.
+
+        Unconditional, or ptxas would run all products one by one: where no item is there, it multiplies what was loaded
+        last, and nobody looks at the result.
+        """
+        stage = k_stage
+        if there:
+            cute.arch.mbarrier_wait(shared.q_full.data_ptr() + w, q_phase)
+            cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+        else:
+            stage = select_(k_stage == 0, Int32(self.t.stages), k_stage) - 1
+        warpgroup.fence()
+        _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, stage], True)
+        warpgroup.commit_group()
 
     @cute.jit
     def wait_v(self, shared, stage, phase):
