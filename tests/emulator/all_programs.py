@@ -1,10 +1,10 @@
 """Every instruction program, by name."""
 from __future__ import annotations
 
-from . import programs_float, programs_integer, programs_matrix, programs_memory, programs_warp
+from . import programs_float, programs_integer, programs_matrix, programs_memory, programs_tensor, programs_warp
 from .program import Program
 
-MODULES = (programs_integer, programs_float, programs_warp, programs_memory, programs_matrix)
+MODULES = (programs_integer, programs_float, programs_warp, programs_memory, programs_tensor, programs_matrix)
 
 
 def by_name() -> dict[str, Program]:

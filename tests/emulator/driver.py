@@ -72,7 +72,7 @@ def run(p: Program) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
         target = buffer
         if spec.get("data") is not None:
             target = torch.tensor(spec["data"], dtype=torch.int32).to(torch.uint16).cuda()
-        m = encode_map(lib, spec, target.data_ptr())
+        m = encode_map(lib, spec, target.data_ptr() + 2 * spec.get("skip", 0))
         keep += [target, m]
         addresses.append(ctypes.addressof(m))
     torch.cuda.synchronize()

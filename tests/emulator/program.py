@@ -38,7 +38,8 @@ class Program:
     shared: int = 0
     close: tuple[str, float] | None = None
     maps: tuple[dict[str, Any], ...] = ()
-    """Tensor maps as parameters ``map0`` ...: shape, strides, box, swizzle, data (uint16 values; none: over the buffer)."""
+    """Tensor maps as parameters ``map0`` ...: shape, strides, box, swizzle, data (uint16 values; none: over the buffer), and
+    skip, the values in front of the tensor."""
     buffer: tuple[int, ...] = ()
     """Bytes of one more global buffer, at the address %buf; it is compared with want_buffer."""
     want_buffer: tuple[int, ...] = ()
@@ -96,7 +97,7 @@ class Program:
         maps = []
         for m in self.maps:
             data = buffer if m.get("data") is None else aligned(np.array(m["data"], np.uint16)).view(np.uint8)
-            maps.append(TensorMap(data, m["shape"], m["strides"], m["box"], m["swizzle"]))
+            maps.append(TensorMap(data[2 * m.get("skip", 0):], m["shape"], m["strides"], m["box"], m["swizzle"]))
         emulate(self.text(), 1, [source, Out(out), buffer, *maps], seed=seed)
         return self.split(out.tobytes()), tuple(buffer.tolist())
 
