@@ -263,6 +263,13 @@ def test_short_rows_take_the_room_of_whole_ones() -> None:
         replace(stored, shared=1024, body=half).emulated()
 
 
+def test_shared_memory_ends_where_its_variables_do() -> None:
+    body = "mov.b32 m, smem; mov.b32 s, 1; st.shared.b32 [m+AT], s;"
+    program(body.replace("AT", "96"), threads=32, shared=100).emulated()
+    with pytest.raises(Fault, match="^bounds: .*0x464"):
+        program(body.replace("AT", "100"), threads=32, shared=100).emulated()
+
+
 def test_arguments_are_checked() -> None:
     p = program("mov.b32 s, 1;")
     with pytest.raises(ValueError, match="arguments"):
