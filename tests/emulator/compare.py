@@ -18,13 +18,18 @@ import torch
 
 from .all_programs import by_name
 from .cases import CASES, Case, Problem
-from .digest import compare, of_program, raw_of
+from .digest import compare, definition, of_program, raw_of
 from .errors import Fault
 from .forward import Launcher
 from .judge import TOLERANCE, run, verdict
 from .program import Program
 
 GPU = Path(__file__).resolve().parent.parent / "results" / "emulator_h200.json"
+
+
+def devices(gpu: dict[str, Any]) -> str:
+    """What the runs of a file of check_emulator.py were made on."""
+    return ", ".join(dict.fromkeys(r["device"] for r in gpu["runs"]))
 
 
 def beside_gpu(c: Case, p: Problem, out: torch.Tensor, lse: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +49,8 @@ def program_beside_gpu(p: Program, entry: dict[str, Any]) -> str:
     """What differs between the emulator and the GPU ("" when nothing does)."""
     if "error" in entry:
         return f"the GPU run failed: {entry['error']}"
+    if entry["of"] != definition(p):
+        return f"{p.name}: the GPU ran another program of this name; run tests/gpu/check_emulator.py --add again"
     got, buffer = p.emulated()
     if p.close is not None:
         from dataclasses import replace
@@ -83,7 +90,7 @@ def main() -> int:
         bad += bool(wrong)
         print("ok  " if not wrong else "BAD ", name, found[name]["seconds"], wrong, flush=True)
     report: dict[str, Any] = {
-        "what": "forward cases under the emulator, against float64" + (f" and {gpu['device']}" if gpu else ""),
+        "what": "forward cases under the emulator, against float64" + (f" and {devices(gpu)}" if gpu else ""),
         "date": datetime.date.today().isoformat(), "cases": len(found), "wrong": bad}
     if gpu:
         beside = [r["gpu"] for r in found.values() if "gpu" in r]
