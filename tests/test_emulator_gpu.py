@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import compare as compare_module
-from emulator.all_programs import by_name
+from emulator.all_programs import by_name, form_of, forms
 from emulator.cases import CASES, CI, build
 from emulator.compare import GPU, beside_gpu, devices, program_beside_gpu
 from emulator.digest import SAMPLE, compare, of_program, of_tensor, raw_of
@@ -25,7 +25,7 @@ KEPT: dict[str, Any] = json.loads(GPU.read_text())
 
 
 def test_enough_is_compared(record_property: Any) -> None:
-    """How much the tests below compare; what no GPU has run yet is named, and is of a form that one has."""
+    """How much the tests below compare."""
     every = by_name()
     waiting = sorted(set(every) - set(KEPT["programs"]))
     names = f" ({'; '.join(waiting[:3])}{' ...' if len(waiting) > 3 else ''})" if waiting else ""
@@ -33,7 +33,6 @@ def test_enough_is_compared(record_property: Any) -> None:
                     f"cases compared; {len(waiting)} programs not yet run there{names}")
     assert len(KEPT["programs"]) >= 150 and len(KEPT["cases"]) >= 60
     assert set(KEPT["programs"]) <= set(every) and set(KEPT["cases"]) == set(CASES)
-    assert {every[n].form for n in waiting} <= {every[n].form for n in KEPT["programs"]}
 
 
 def test_the_gpu_gave_what_was_expected() -> None:
@@ -49,12 +48,20 @@ def test_programs_equal_the_gpu() -> None:
     assert not different
 
 
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Forms of the instructions in programs that a GPU has run."""
+    return forms(KEPT["programs"])
+
+
 @pytest.mark.parametrize("name", KEPT["cases"])
-def test_forward_equals_the_gpu(name: str) -> None:
+def test_forward_equals_the_gpu(name: str, known: set[str]) -> None:
     c = CASES[name]
-    out, lse, p = run(c, Launcher(seed=c.seed + 1))
+    launcher = Launcher(seed=c.seed + 1)
+    out, lse, p = run(c, launcher)
     found = beside_gpu(c, p, out, lse, KEPT["cases"][name])
     assert found["ok"], found
+    assert not {form_of(kind) for stats in launcher.stats for kind in stats.instructions} - known
 
 
 # ---------------------------------------------------------------------- the comparison itself, without a GPU
@@ -67,20 +74,24 @@ def test_there_are_enough_cases() -> None:
 def test_a_kept_output_is_compared() -> None:
     c = CASES["sink"]
     p = build(c)
-    x = torch.randn(1, 2, 96, 64).bfloat16()
+    x = torch.randn(1, 2, 96, 64).mul(0.1).bfloat16()
     lse = torch.randn(1, 2, 96)
     entry = {"out": of_tensor(x), "lse": of_tensor(lse)}
     same = beside_gpu(c, p, x, lse, entry)
     assert same["ok"] and same["out"]["equal"] and same["out"]["bit_equal"] == same["out"]["sample"] == SAMPLE // 2
+    for step, ok in ((64, True), (2, False)):
+        y = x.clone()
+        y.view(torch.int16)[..., ::step] += 1  # a unit in the last place: a rounding in some elements, a fault in half of them
+        found = beside_gpu(c, p, y, lse, entry)
+        assert found["ok"] == ok and not found["out"]["equal"] and 0 < found["out"]["max_difference"] < 2e-3
     y = x.clone()
-    y.view(torch.int16)[..., ::2] += 1  # one unit in the last place: equal to rounding, not bit-equal
-    near = beside_gpu(c, p, y, lse, entry)
-    assert near["ok"] and not near["out"]["equal"] and 25 < near["out"]["bit_equal"] < 100
+    y[..., ::64] += 0.02  # what float64 would let pass
+    assert not beside_gpu(c, p, y, lse, entry)["ok"]
     assert not beside_gpu(c, p, x + 1, lse, entry)["ok"]
     assert not beside_gpu(c, p, x, lse + 1e-2, entry)["ok"]
-    assert not beside_gpu(c, p, x.masked_fill(x > 1, float("nan")), lse, entry)["ok"]
+    assert not beside_gpu(c, p, x.masked_fill(x > 0.1, float("nan")), lse, entry)["ok"]
     assert compare(of_tensor(x[:, :1]), x)["max_difference"] == float("inf")
-    hole = x.masked_fill(x > 1, float("nan"))
+    hole = x.masked_fill(x > 0.1, float("nan"))
     assert compare(of_tensor(hole), hole)["equal"]
 
 

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import random
+import struct
 from itertools import product
 from typing import Any
 
+from .exact import signed
 from .program import OUTPUTS, Program
 from .programs_memory import BARRIER, random_bytes, word
 
@@ -137,5 +139,38 @@ def _stores() -> list[Program]:
     return found
 
 
+def reduction(op: str, element: str) -> Program:
+    """A box of shared memory combined with a [2, 20, 36] tensor of 4-byte elements, over its end; exact in f32 too."""
+    shape, strides, box, start, span = (36, 20, 2), (160, 3200), (16, 16, 1), (28, 10, 1), 64
+    real = element == "f32"
+    given = tuple(word(random_bytes(9, 128), 4 * i, 4) for i in range(32))
+    old = [word(random_bytes(10, strides[1] * 2), 4 * i, 4) for i in range(strides[1] // 2)]
+    new = [(v & 0xFFFF if real else v) * (2 * j + 1) & 0xFFFFFFFF for j in range(8) for v in given]
+
+    def bits(v: int) -> bytes:
+        return struct.pack("<f", v) if real else v.to_bytes(4, "little")
+
+    if real:
+        old = [v & 0xFFFFF for v in old]
+    after = list(old)
+    for r, c in product(range(box[1]), range(box[0])):
+        x, y, z = start[0] + c, start[1] + r, start[2]
+        if x < shape[0] and y < shape[1]:
+            to = (4 * x + strides[0] * y + strides[1] * z) // 4
+            a, b = after[to], new[_moved(64 * r + 4 * c, span) // 4]
+            after[to] = {"add": (a + b) & 0xFFFFFFFF, "min": min(a, b, key=lambda v: signed(v, 32)), "xor": a ^ b}[op]
+    form = STORE.replace("cp.async", "cp.reduce.async").replace("cta.", f"cta.{op}.")
+    convert = "and.b32 t, a, 65535; mul.lo.u32 t, t, {k}; cvt.rn.f32.u32 f, t; mov.b32 t, f;" if real else "mul.lo.u32 t, a, {k};"
+    put = ".reg .f32 f; .reg .b32 s, t; .reg .b64 map; .reg .pred z; mov.b32 s, smem; shl.b32 t, %thread, 2; add.u32 s, s, t; "
+    put += " ".join(convert.format(k=2 * j + 1) + f" st.shared.b32 [s+{128 * j}], t;" for j in range(8))
+    body = (put + " fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 z, %thread, 0; mov.b32 d, 0; @!z bra DONE; "
+            f"mov.b64 map, map0; cvta.param.u64 map, map; mov.b32 s, smem; {form} [map, {{{start[0]}, {start[1]}, {start[2]}}}], [s]; "
+            "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE:")
+    tensor = {"shape": shape, "strides": strides, "box": box, "swizzle": span, "data": None, "element": element}
+    return Program(f"tensor reduction {op} {element}", form, body, (("b32", given),), ("b32",), ((0,) * 32,), 32, 1024,
+                   maps=(tensor,), buffer=tuple(b for v in old for b in bits(v)), want_buffer=tuple(b for v in after for b in bits(v)))
+
+
 def programs() -> list[Program]:
-    return _images(_data()) + _rows() + _stores()
+    reductions = [reduction(*x) for x in (("add", "u32"), ("min", "s32"), ("xor", "u32"), ("add", "f32"))]
+    return _images(_data()) + _rows() + _stores() + reductions

@@ -17,7 +17,7 @@ from .memory import Buffer
 
 SWIZZLES = {0: 0, 32: 1, 64: 3, 128: 7}
 """Span in bytes -> mask of the address bits from 7 on that are added to bits 4 to 6."""
-ELEMENTS = {"u32": 4, "s32": 4, "u64": 8, "s64": 8, "f16": 2, "f32": 4, "f64": 8}
+ELEMENTS = {"u32": 4, "s32": 4, "u64": 8, "f16": 2, "f32": 4}
 """Types that a reduction can combine here, and their bytes."""
 
 
