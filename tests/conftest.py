@@ -70,3 +70,11 @@ def python(tmp_path: Path) -> Python:
         return done
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests recorded as their summary is shown: how much they compared, which a count of tests does not say."""
+    lines = [value for reports in terminalreporter.stats.values() for r in reports
+             for name, value in getattr(r, "user_properties", ()) if name == "summary"]
+    for line in dict.fromkeys(lines):
+        terminalreporter.write_line(line)

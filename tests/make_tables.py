@@ -186,11 +186,17 @@ def compile_depth(load: Load) -> str:
 
 
 def emulator(load: Load) -> str:
-    """Kernels under the PTX emulator: cases, mutants, and whether a GPU has confirmed it."""
-    cases, mutants, gpu = (load(f"emulator_{n}.json") for n in ("cases", "mutants", "h200"))
+    """Kernels under the PTX emulator: cases, mutants, and how it compares with a GPU."""
+    cases, mutants = (load(f"emulator_{n}.json") for n in ("cases", "mutants"))
     if cases is None or mutants is None:
         return f"Kernels under the PTX emulator: {NOT_MEASURED}."
-    confirmed = "" if gpu is not None else "  The emulator itself was not compared with a GPU yet."
+    confirmed = "  The emulator itself was not compared with a GPU yet."
+    if "programs" in cases:
+        same, of = cases["bit_equal_elements"]
+        confirmed = (f"  Compared with {cases['what'].rpartition(' and ')[2]} ([emulator_h200.json](tests/results/emulator_h200.json)), "
+                     f"{cases['programs'] - len(cases['different_programs'])} of {cases['programs']} instruction programs give "
+                     f"the same results, and the cases are equal to rounding: {cases['bit_equal_outputs']} outputs bit for bit, "
+                     f"and {same} of {of} elements taken from all.")
     return (f"Without a GPU: the forward kernel's PTX runs under an emulator ([tests/emulator](tests/emulator/README.md)); "
             f"{cases['cases'] - cases['wrong']} of {cases['cases']} cases agree with float64 "
             f"([emulator_cases.json](tests/results/emulator_cases.json)), and {mutants['caught']} of {mutants['mutants']} "

@@ -129,11 +129,14 @@ def test_tensor_reduction() -> None:
             "fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 z, t, 0; @!z bra END; mov.b64 map, pmap; cvta.param.u64 map, map; "
             "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [map, {8, 5}], [m]; cp.async.bulk.commit_group; "
             "cp.async.bulk.wait_group 0; END: griddepcontrol.launch_dependents; griddepcontrol.wait;")
-    tensor = TensorMap(data.reshape(-1).view(np.uint8), (16, 8), (64,), (16, 8), 64, itemsize=4)
+    tensor = TensorMap(data.reshape(-1).view(np.uint8), (16, 8), (64,), (16, 8), 64, itemsize=4, element="f32")
     launch(kernel(body, params=params), ctas=1, cluster=1, more=(tensor,))
     want = np.full((8, 16), 5, np.float32)
     want[5:, 8:] += 2
     assert (data == want).all()
+    tensor = TensorMap(data.reshape(-1).view(np.uint8), (16, 8), (64,), (16, 8), 64, itemsize=4)
+    with pytest.raises(Fault, match="of which type"):
+        launch(kernel(body, params=params), ctas=1, cluster=1, more=(tensor,))
 
 
 def test_exact_arithmetic_is_exact() -> None:

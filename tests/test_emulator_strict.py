@@ -1,12 +1,15 @@
 """What the emulator refuses, one small program each, and what the message says; beside each, the right program."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from emulator import Fault, TensorMap, emulate
 from emulator.launch import Program as Compiled
 from emulator.program import Program, aligned
 from emulator.programs_matrix import product
+from emulator.programs_tensor import rows_of_box, store_of_box
 
 INIT = ("mov.b32 m, smem; setp.eq.u32 z, %thread, 0; @!z bra READY; mbarrier.init.shared.b64 [m], COUNT; "
         "fence.mbarrier_init.release.cluster; READY: bar.sync 0;")
@@ -216,10 +219,55 @@ def test_tensor_maps_are_checked() -> None:
     data = aligned(np.zeros(4096, np.uint8))
     TensorMap(data, (32, 8), (64,), (32, 8), 64)
     for bad in (dict(strides=(60,)), dict(box=(512, 1)), dict(box=(4, 8)), dict(swizzle=16), dict(swizzle=32), dict(shape=(0, 8)),
-                dict(array=data[8:])):
+                dict(array=data[8:]), dict(element="f32"), dict(element="bf16")):
         kw = {"array": data, "shape": (32, 8), "strides": (64,), "box": (32, 8), "swizzle": 64, **bad}
         with pytest.raises(ValueError):
             TensorMap(**kw)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("start", [(-8, 4, 0), (0, -5, 1), (0, 0, -1)])
+def test_a_store_begins_inside_its_tensor(start: tuple[int, int, int]) -> None:
+    """A GPU calls it an illegal instruction, whatever the swizzle; the box of a load may begin there."""
+    with pytest.raises(Fault, match=rf"^bounds: .* begins at \({', '.join(map(str, start))}\)"):
+        store_of_box("before", 64, 32, start).emulated()
+    loaded = rows_of_box("before", 64, (32, 16, 1), start)
+    assert not loaded.differences(*loaded.emulated())
+
+
+SHORT = rows_of_box("short rows", 128, (32, 16, 1), (0, 0, 0))
+"""Rows of 64 bytes, 128 apart; the first is not moved."""
+
+
+def test_what_lies_between_short_rows_is_undefined() -> None:
+    first, second = (replace(SHORT, body=SHORT.body + f" ld.shared.b32 s, [base+{at}];") for at in (60, 64))
+    first.emulated()
+    with pytest.raises(Fault, match="^uninitialised: .* byte 0x840 "):
+        second.emulated()
+    # Also where the program has written before the copy: that the copy leaves it alone is nowhere said.
+    written = ("fence.mbarrier_init.release.cluster;", "fence.mbarrier_init.release.cluster; st.shared.b32 [m+1088], m; "
+               "fence.proxy.async.shared::cta;")
+    replace(first, body=first.body.replace(*written)).emulated()
+    with pytest.raises(Fault, match="^uninitialised: .* byte 0x840 "):
+        replace(second, body=second.body.replace(*written)).emulated()
+
+
+def test_short_rows_take_the_room_of_whole_ones() -> None:
+    """1 KiB of elements in 2 KiB of shared memory."""
+    replace(SHORT, shared=3072).emulated()
+    with pytest.raises(Fault, match="^bounds: tensor copy .* 0x800 to 0x1000 "):
+        replace(SHORT, shared=2048).emulated()
+    stored = store_of_box("short rows", 128, 32, (0, 0, 0))
+    head, rest = stored.body.split(" fence.proxy", 1)
+    half = head[:head.index("mul.lo.u32 t, a, 17;")] + " fence.proxy" + rest
+    with pytest.raises(Fault, match="^bounds: tensor copy .* 0x400 to 0xc00 "):
+        replace(stored, shared=1024, body=half).emulated()
+
+
+def test_shared_memory_ends_where_its_variables_do() -> None:
+    body = "mov.b32 m, smem; mov.b32 s, 1; st.shared.b32 [m+AT], s;"
+    program(body.replace("AT", "96"), threads=32, shared=100).emulated()
+    with pytest.raises(Fault, match="^bounds: .*0x464"):
+        program(body.replace("AT", "100"), threads=32, shared=100).emulated()
 
 
 def test_arguments_are_checked() -> None:

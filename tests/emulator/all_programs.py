@@ -1,10 +1,12 @@
 """Every instruction program, by name."""
 from __future__ import annotations
 
-from . import programs_float, programs_integer, programs_matrix, programs_memory, programs_warp
+from collections.abc import Iterable
+
+from . import launch, programs_float, programs_integer, programs_matrix, programs_memory, programs_tensor, programs_warp
 from .program import Program
 
-MODULES = (programs_integer, programs_float, programs_warp, programs_memory, programs_matrix)
+MODULES = (programs_integer, programs_float, programs_warp, programs_memory, programs_tensor, programs_matrix)
 
 
 def by_name() -> dict[str, Program]:
@@ -18,3 +20,16 @@ def by_name() -> dict[str, Program]:
     if len(found) != len(every):
         raise ValueError("two programs of one name")
     return found
+
+
+def form_of(kind: str) -> str:
+    """An opcode with its modifiers, without cache hints, the uniformity of a branch, and spellings of one state space."""
+    drop = ("uni", "L2::cache_hint", "tile")
+    words = [{"shared::cta": "shared", "shared::cluster": "shared", "2d": "3d", "4d": "3d"}.get(w, w) for w in kind.split(".")]
+    return ".".join(w for w in words if w not in drop)
+
+
+def forms(names: Iterable[str]) -> set[str]:
+    """Of all instructions in these programs."""
+    every = by_name()
+    return {form_of(s.kind) for n in names for s in launch.Program(every[n].text()).steps}

@@ -53,7 +53,7 @@ def plain(form: Form, reduce: str, t: str) -> Run:
                     other.shared.need(span, "bulk copy")
                     other.shared.shadow.read(words_of(offset, n), b.agent, b.phase + 1, w.clock, asynchronous=True)
                     data = other.shared.data
-                into_shared(w, [(cta, at, b)], n, lambda data=data, span=span: data[span].copy(),
+                into_shared(w, [(cta, at, b)], n, n, lambda data=data, span=span: data[span].copy(),
                             lambda at, n=n: slice(at, at + n))  # type: ignore[arg-type, return-value]
 
         return load
@@ -77,7 +77,7 @@ def plain(form: Form, reduce: str, t: str) -> Run:
             def perform(cta=cta, at=at, n=n, buffer=buffer, index=index) -> None:
                 put_global(w, buffer, index, cta.shared.data[at:at + n], reduce, t)
 
-            from_shared(w, 1 << int(i), cta, at, n, perform)
+            from_shared(w, 1 << int(i), cta, at, n, n, perform)
 
     return store
 

@@ -18,7 +18,7 @@ import torch
 
 from .all_programs import by_name
 from .cases import CASES, Case, Problem
-from .digest import compare, of_program, raw_of
+from .digest import compare, definition, of_program, raw_of
 from .errors import Fault
 from .forward import Launcher
 from .judge import TOLERANCE, run, verdict
@@ -27,23 +27,31 @@ from .program import Program
 GPU = Path(__file__).resolve().parent.parent / "results" / "emulator_h200.json"
 
 
+def devices(gpu: dict[str, Any]) -> str:
+    """What the runs of a file of check_emulator.py were made on."""
+    return ", ".join(dict.fromkeys(r["device"] for r in gpu["runs"]))
+
+
 def beside_gpu(c: Case, p: Problem, out: torch.Tensor, lse: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
     """A case's outputs beside the GPU's: `ok` when they are equal to rounding.
 
-    The sums of a product and the exponentials of a GPU are not correctly rounded ones, so P may differ by a rounding to
-    16 bits, and the result by one more.
+    The sums of a product and the exponentials of a GPU are not correctly rounded ones, so a few elements of P fall to the
+    other side of a rounding to 16 bits, and then some of the result do: at most one in ten here, by far less than what
+    float64 allows.
     """
     size = float(p.v.double().nan_to_num(0.0).abs().max())
     a, b = compare(entry["out"], out), compare(entry["lse"], lse)
     scores = float(p.q.double().abs().amax() * p.k.double().nan_to_num(0.0).abs().amax() * abs(p.record.scale) * p.q.shape[-1])
-    ok = a["max_difference"] <= TOLERANCE[c.dtype] * size and b["max_difference"] <= 1e-5 + 2e-6 * scores
-    return {"ok": ok, "out": a, "lse": b}
+    near = a["max_difference"] <= TOLERANCE[c.dtype] / 8 * size and b["max_difference"] <= 1e-5 + 2e-6 * scores
+    return {"ok": near and a["bit_equal"] >= 0.9 * a["sample"] > 0, "out": a, "lse": b}
 
 
 def program_beside_gpu(p: Program, entry: dict[str, Any]) -> str:
     """What differs between the emulator and the GPU ("" when nothing does)."""
     if "error" in entry:
         return f"the GPU run failed: {entry['error']}"
+    if entry["of"] != definition(p):
+        return f"{p.name}: the GPU ran another program of this name; run tests/gpu/check_emulator.py --add again"
     got, buffer = p.emulated()
     if p.close is not None:
         from dataclasses import replace
@@ -83,11 +91,12 @@ def main() -> int:
         bad += bool(wrong)
         print("ok  " if not wrong else "BAD ", name, found[name]["seconds"], wrong, flush=True)
     report: dict[str, Any] = {
-        "what": "forward cases under the emulator, against float64" + (f" and {gpu['device']}" if gpu else ""),
+        "what": "forward cases under the emulator, against float64" + (f" and {devices(gpu)}" if gpu else ""),
         "date": datetime.date.today().isoformat(), "cases": len(found), "wrong": bad}
     if gpu:
         beside = [r["gpu"] for r in found.values() if "gpu" in r]
         report["bit_equal"] = sum(g["out"]["equal"] and g["lse"]["equal"] for g in beside)
+        report["bit_equal_outputs"] = sum(g["out"]["equal"] for g in beside)
         report["bit_equal_elements"] = [sum(g["out"]["bit_equal"] for g in beside), sum(g["out"]["sample"] for g in beside)]
         programs = {n: program_beside_gpu(p, gpu["programs"][n]) for n, p in by_name().items()
                     if n in gpu["programs"] and args.only in n}

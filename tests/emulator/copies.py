@@ -116,19 +116,21 @@ def ready_barrier(w: Warp, address: int, space: str | None, what: str) -> tuple[
     return cta, offset, b
 
 
-def into_shared(w: Warp, targets: list[tuple[Cta, int, MBarrier]], size: int, source: Callable[[], np.ndarray],
+def into_shared(w: Warp, targets: list[tuple[Cta, int, MBarrier]], size: int, extent: int, source: Callable[[], np.ndarray],
                 places: Callable[[int], np.ndarray]) -> None:
     """A copy of `size` bytes to the same offset of one or several CTAs, completing on their mbarriers.
 
-    source gives the bytes, places(offset) where each of them goes.
+    source gives the bytes, places(offset) where each of them goes, within `extent` bytes.  What lies between them
+    belongs to the copy too, and nothing says what it holds afterwards.
     """
     for cta, at, b in targets:
-        cta.shared.shadow.write(words_of(at, size), b.agent, b.phase + 1, w.clock, asynchronous=True)
+        cta.shared.shadow.write(words_of(at, extent), b.agent, b.phase + 1, w.clock, asynchronous=True)
 
     def perform() -> None:
         data = source()
         for cta, at, b in targets:
             index = places(at)
+            cta.shared.known[at:at + extent] = False
             cta.shared.data[index] = data
             cta.shared.known[index] = True
             b.deliver(size)
@@ -138,14 +140,15 @@ def into_shared(w: Warp, targets: list[tuple[Cta, int, MBarrier]], size: int, so
     w.cta.cluster.stats.tma_copies += 1
 
 
-def from_shared(w: Warp, mask: int, cta: Cta, at: int, size: int, perform: Callable[[], None], again: bool = False) -> None:
-    """A copy that reads shared memory and belongs to a bulk group of the executing thread.
+def from_shared(w: Warp, mask: int, cta: Cta, at: int, size: int, extent: int, perform: Callable[[], None],
+                again: bool = False) -> None:
+    """A copy of `size` bytes that lie within `extent` of shared memory, in a bulk group of the executing thread.
 
     again: another lane of this instruction does the same; it is not counted, since the machine issues one.
     """
     groups = groups_of(w)
     groups.issued += 1
-    cta.shared.shadow.read(words_of(at, size), groups.agent, groups.issued, w.clock, asynchronous=True)
+    cta.shared.shadow.read(words_of(at, extent), groups.agent, groups.issued, w.clock, asynchronous=True)
     groups.add(w, perform, one_lane(mask))
     if again:
         return

@@ -100,7 +100,7 @@ class Cta:
         self.static_size = max((v.offset + v.size for v in kernel.shared), default=0)
         start = -(-self.static_size // 1024) * 1024
         self.dynamic_offset = RESERVED + start
-        self.shared = Shared(start + dynamic_size, cluster.agents, self.name)
+        self.shared = Shared(start + dynamic_size if dynamic_size else self.static_size, cluster.agents, self.name)
         self.barriers: dict[int, MBarrier] = {}
         self.named = [NamedBarrier(f"barrier {i} of {self.name}") for i in range(16)]
         self.counts = np.zeros(len(steps), np.int64)

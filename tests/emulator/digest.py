@@ -11,15 +11,22 @@ import torch
 
 from .program import Program
 
-SAMPLE = 512
+SAMPLE = 256
+"""Bytes kept of an output: the whole of it was judged against float64 where it was made, and its digest is of all."""
+DIGITS = 16
+"""Hexadecimal digits of a digest: differences are accidents here, never forgeries."""
 
 
 def _text(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-def _indices(n: int) -> torch.Tensor:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:SAMPLE]
+def _digest(raw: bytes, digits: int = DIGITS) -> str:
+    return hashlib.sha256(raw).hexdigest()[:digits]
+
+
+def _indices(n: int, itemsize: int) -> torch.Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:SAMPLE // itemsize]
 
 
 def of_tensor(x: torch.Tensor) -> dict[str, Any]:
@@ -27,8 +34,8 @@ def of_tensor(x: torch.Tensor) -> dict[str, Any]:
     x = x.detach().cpu().contiguous()
     x = torch.where(torch.isnan(x), torch.full_like(x, float("nan")), x)
     raw = x.view(torch.int16 if x.element_size() == 2 else torch.int32).flatten()
-    some = raw[_indices(raw.numel())]
-    return {"sha256": hashlib.sha256(raw.numpy().tobytes()).hexdigest(), "count": raw.numel(),
+    some = raw[_indices(raw.numel(), raw.element_size())]
+    return {"sha256": _digest(raw.numpy().tobytes()), "count": raw.numel(),
             "sample": _text(some.numpy().tobytes())}
 
 
@@ -65,10 +72,15 @@ def canonical(p: Program, got: Sequence[Sequence[int]]) -> bytes:
     return raw
 
 
+def definition(p: Program) -> str:
+    """Digest of what a program is: a result belongs to the text and the inputs that it came from."""
+    return _digest(repr((p.text(), p.ins, [sorted(m.items()) for m in p.maps], p.buffer)).encode(), 8)
+
+
 def of_program(p: Program, got: Sequence[Sequence[int]], buffer: Sequence[int]) -> dict[str, Any]:
     """What is kept of a program's run: the digest, and the results themselves where the ISA leaves a choice."""
     raw = canonical(p, got) + (bytes(buffer) if p.want_buffer else b"")
-    kept: dict[str, Any] = {"sha256": hashlib.sha256(raw).hexdigest()}
+    kept: dict[str, Any] = {"of": definition(p), "sha256": _digest(raw)}
     if p.close is not None:
         kept["raw"] = _text(canonical(p, got))
     return kept

@@ -10,7 +10,7 @@ import torch
 from .program import Program
 
 _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
-_UINT16 = 1
+_ELEMENTS = {"u16": 1, "u32": 2, "s32": 3, "f32": 7}
 
 
 class DriverError(RuntimeError):
@@ -37,7 +37,7 @@ def encode_map(lib: ctypes.CDLL, spec: dict[str, Any], address: int) -> ctypes.A
     out = (ctypes.c_char * 128).from_buffer(raw, start)
     rank = len(spec["shape"])
     code = lib.cuTensorMapEncodeTiled(
-        ctypes.byref(out), ctypes.c_int(_UINT16), ctypes.c_uint32(rank), ctypes.c_void_p(address),
+        ctypes.byref(out), ctypes.c_int(_ELEMENTS[spec.get("element", "u16")]), ctypes.c_uint32(rank), ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*spec["shape"]), (ctypes.c_uint64 * max(1, rank - 1))(*spec["strides"]),
         (ctypes.c_uint32 * rank)(*spec["box"]), (ctypes.c_uint32 * rank)(*[1] * rank), ctypes.c_int(0),
         ctypes.c_int(_SWIZZLE[spec["swizzle"]]), ctypes.c_int(0), ctypes.c_int(0))
@@ -72,7 +72,7 @@ def run(p: Program) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
         target = buffer
         if spec.get("data") is not None:
             target = torch.tensor(spec["data"], dtype=torch.int32).to(torch.uint16).cuda()
-        m = encode_map(lib, spec, target.data_ptr())
+        m = encode_map(lib, spec, target.data_ptr() + 2 * spec.get("skip", 0))
         keep += [target, m]
         addresses.append(ctypes.addressof(m))
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .launch import Out, emulate
-from .tensormap import TensorMap
+from .tensormap import ELEMENTS, TensorMap
 
 VERSION = "8.6"
 HEADER = f".version {VERSION}\n.target sm_90a\n.address_size 64\n"
@@ -38,7 +38,8 @@ class Program:
     shared: int = 0
     close: tuple[str, float] | None = None
     maps: tuple[dict[str, Any], ...] = ()
-    """Tensor maps as parameters ``map0`` ...: shape, strides, box, swizzle, data (uint16 values; none: over the buffer)."""
+    """Tensor maps as parameters ``map0`` ...: shape, strides, box, swizzle, data (uint16 values; none: over the buffer),
+    skip (values in front of the tensor), element (type, where it is not u16)."""
     buffer: tuple[int, ...] = ()
     """Bytes of one more global buffer, at the address %buf; it is compared with want_buffer."""
     want_buffer: tuple[int, ...] = ()
@@ -96,7 +97,9 @@ class Program:
         maps = []
         for m in self.maps:
             data = buffer if m.get("data") is None else aligned(np.array(m["data"], np.uint16)).view(np.uint8)
-            maps.append(TensorMap(data, m["shape"], m["strides"], m["box"], m["swizzle"]))
+            element = m.get("element", "")
+            maps.append(TensorMap(data[2 * m.get("skip", 0):], m["shape"], m["strides"], m["box"], m["swizzle"],
+                                  ELEMENTS.get(element, 2), element))
         emulate(self.text(), 1, [source, Out(out), buffer, *maps], seed=seed)
         return self.split(out.tobytes()), tuple(buffer.tolist())
 

@@ -1,42 +1,42 @@
-"""Programs of loads, stores, 8x8 matrices and asynchronous copies, with and without tensor maps."""
+"""Programs of loads, stores, 8x8 matrices and asynchronous copies of plain memory."""
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
 from .exact import signed
-from .program import OUTPUTS, Program
+from .program import Program
 from .programs_warp import whole
 
 
-def _bytes(seed: int, n: int) -> tuple[int, ...]:
+def random_bytes(seed: int, n: int) -> tuple[int, ...]:
     rnd = random.Random(seed)
     return tuple(rnd.getrandbits(8) for _ in range(n))
 
 
-def _word(b: Sequence[int], at: int, n: int) -> int:
+def word(b: Sequence[int], at: int, n: int) -> int:
     return int.from_bytes(bytes(b[at:at + n]), "little")
 
 
 def _loads() -> list[Program]:
     found = []
-    data = _bytes(1, 1024)
+    data = random_bytes(1, 1024)
     address = ".reg .b64 p; mad.wide.u32 p, %thread, STEP, %buf;"
     for t, reg, n, sign in (("b8", "b16", 1, False), ("u8", "b16", 1, False), ("s8", "b16", 1, True), ("u8", "b32", 1, False),
                             ("s8", "b32", 1, True), ("b16", "b16", 2, False), ("u16", "b32", 2, False), ("s16", "b32", 2, True),
                             ("b32", "b32", 4, False), ("b64", "b64", 8, False), ("s32", "b64", 4, True)):
         bits = int(reg[1:])
-        want = [_word(data, n * i, n) for i in range(32)]
+        want = [word(data, n * i, n) for i in range(32)]
         want = [signed(x, 8 * n) & ((1 << bits) - 1) if sign else x for x in want]
         found.append(whole(f"ld.global.{t} into {reg}", f"ld.global.{t}", f"{address.replace('STEP', str(n))} ld.global.{t} d, [p];",
                            [], [reg], [want], buffer=data))
     for k in (2, 4):
         names = "deij"[:k]
-        want = [[_word(data, 4 * (k * i + j), 4) for i in range(32)] for j in range(k)]
+        want = [[word(data, 4 * (k * i + j), 4) for i in range(32)] for j in range(k)]
         found.append(whole(f"ld.global.v{k}.b32", f"ld.global.v{k}.b32", f"{address.replace('STEP', str(4 * k))} "
                            f"ld.global.v{k}.b32 {{{', '.join(names)}}}, [p];", [], ["b32"] * k, want, buffer=data))
     where = ".reg .b32 s, t; mov.b32 s, smem; mad.lo.u32 s, %thread, STEP, s;"
-    a, b = ([_word(_bytes(s, 128), 4 * i, 4) for i in range(32)] for s in (2, 3))
+    a, b = ([word(random_bytes(s, 128), 4 * i, 4) for i in range(32)] for s in (2, 3))
     two = [("b32", tuple(a)), ("b32", tuple(b))]
     found += [
         whole("st.shared.b32 offset", "st.shared.b32", where.replace("STEP", "4") + "st.shared.b32 [s+128], a; "
@@ -102,19 +102,19 @@ def _matrices() -> list[Program]:
     return found
 
 
-_BARRIER = (".reg .b32 m, s, t; .reg .b64 st; .reg .pred first, z; mov.b32 m, smem; setp.eq.u32 first, %thread, 0; @!first bra READY;"
-            " mbarrier.init.shared.b64 [m], 1; fence.mbarrier_init.release.cluster; mbarrier.arrive.expect_tx.shared.b64 st, [m], BYTES;"
-            " COPY READY: bar.sync 0; WAIT: mbarrier.try_wait.parity.shared.b64 z, [m], 0, 10000000; @z bra DONE; bra WAIT; DONE: ")
+BARRIER = (".reg .b32 m, s, t; .reg .b64 st; .reg .pred first, z; mov.b32 m, smem; setp.eq.u32 first, %thread, 0; @!first bra READY;"
+           " mbarrier.init.shared.b64 [m], 1; fence.mbarrier_init.release.cluster; mbarrier.arrive.expect_tx.shared.b64 st, [m], BYTES;"
+           " COPY READY: bar.sync 0; WAIT: mbarrier.try_wait.parity.shared.b64 z, [m], 0, 10000000; @z bra DONE; bra WAIT; DONE: ")
 
 
 def _copies() -> list[Program]:
-    data = _bytes(4, 512)
-    words = [[_word(data, 4 * i + 128 * j, 4) for i in range(32)] for j in range(4)]
+    data = random_bytes(4, 512)
+    words = [[word(data, 4 * i + 128 * j, 4) for i in range(32)] for j in range(4)]
     read = "shl.b32 t, %thread, 2; add.u32 s, m, t; " + " ".join(f"ld.shared.b32 {n}, [s+{1024 + 128 * j}];" for j, n in enumerate("deij"))
     load = "add.u32 s, m, 1024; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%buf], 512, [m];"
     found = [whole("cp.async.bulk to shared", "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
-                   _BARRIER.replace("BYTES", "512").replace("COPY", load) + read, [], ["b32"] * 4, words, shared=2048, buffer=data)]
-    a = tuple(_word(_bytes(5, 128), 4 * i, 4) for i in range(32))
+                   BARRIER.replace("BYTES", "512").replace("COPY", load) + read, [], ["b32"] * 4, words, shared=2048, buffer=data)]
+    a = tuple(word(random_bytes(5, 128), 4 * i, 4) for i in range(32))
     put = (".reg .b32 s, t; .reg .pred z; mov.b32 s, smem; shl.b32 t, %thread, 2; add.u32 s, s, t; st.shared.b32 [s], a; "
            "fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 z, %thread, 0; mov.b32 d, 0; @!z bra DONE; mov.b32 s, smem; ")
     close = " cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE:"
@@ -122,7 +122,7 @@ def _copies() -> list[Program]:
     found.append(whole("cp.async.bulk to global", store, put + f"{store} [%buf], [s], 128;" + close, [("b32", a)], ["b32"], [[0] * 32],
                        shared=128, buffer=(9,) * 256, want_buffer=tuple(x for v in a for x in v.to_bytes(4, "little")) + (9,) * 128))
     for op, t in (("add", "u32"), ("min", "u32"), ("max", "s32")):
-        base = [_word(data, 4 * i, 4) for i in range(32)]
+        base = [word(data, 4 * i, 4) for i in range(32)]
         want = [{"add": (x + y) & 0xFFFFFFFF, "min": min(x, y), "max": max(signed(x, 32), signed(y, 32)) & 0xFFFFFFFF}[op]
                 for x, y in zip(a, base, strict=True)]
         form = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}.{t}"
@@ -131,80 +131,12 @@ def _copies() -> list[Program]:
     for n in (4, 8, 16):
         cache = "cg" if n == 16 else "ca"
         form = f"cp.async.{cache}.shared.global"
-        want = [[_word(data, n * i, 4) for i in range(32)], [_word(data, n * i + n - 4, 4) for i in range(32)]]
+        want = [[word(data, n * i, 4) for i in range(32)], [word(data, n * i + n - 4, 4) for i in range(32)]]
         found.append(whole(f"{form} {n}", form, f".reg .b32 s; .reg .b64 p; mov.b32 s, smem; mad.lo.u32 s, %thread, {n}, s; "
                            f"mad.wide.u32 p, %thread, {n}, %buf; {form} [s], [p], {n}; cp.async.commit_group; cp.async.wait_group 0; "
                            f"ld.shared.b32 d, [s]; ld.shared.b32 e, [s+{n - 4}];", [], ["b32", "b32"], want, shared=512, buffer=data))
     return found
 
 
-def _tensors() -> list[Program]:
-    """Boxes of a [2, 5, 40 x 64-element] tensor, over its edges, with every swizzle."""
-    rnd = random.Random(6)
-    shape, strides = (72, 40, 3), (160, 6400 + 160)
-    data = tuple(rnd.getrandbits(16) for _ in range((strides[1] * 3) // 2))
-    found = []
-    for span, width in ((0, 16), (32, 16), (64, 32), (128, 64), (128, 32)):
-        for start in ((0, 0, 0), (8, 37, 1), (56, -3, 2), (0, 4, -1)):
-            box = (width, 16, 1)
-            size = 2 * width * 16
-            flat = [0] * (size // 2)
-            for r in range(16):
-                for c in range(width):
-                    x, y, z = start[0] + c, start[1] + r, start[2]
-                    inside = 0 <= x < shape[0] and 0 <= y < shape[1] and 0 <= z < shape[2]
-                    at = 2 * (r * width + c)
-                    if span:  # bits 7 and up choose, 16-byte pieces move
-                        at ^= (at >> 7 & span // 16 - 1) << 4
-                    flat[at // 2] = data[x + y * strides[0] // 2 + z * strides[1] // 2] if inside else 0
-            raw = [b for v in flat for b in v.to_bytes(2, "little")]
-            count = size // 128
-            form = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-            load = (".reg .b64 map; mov.b64 map, map0; cvta.param.u64 map, map; prefetch.tensormap [map]; add.u32 s, m, 1024; "
-                    f"{form} [s], [map, {{{start[0]}, {start[1]}, {start[2]}}}], [m];")
-            names = OUTPUTS[:count]
-            read = "shl.b32 t, %thread, 2; add.u32 s, m, t; " + " ".join(
-                f"ld.shared.b32 {n}, [s+{1024 + 128 * j}];" for j, n in enumerate(names))
-            body = _BARRIER.replace("BYTES", str(size)).replace("COPY", load) + read
-            body = body.replace(".reg .b32 m, s, t;", ".reg .b32 m, s;").replace("t, %thread, 2; add.u32 s, m, t", "s, %thread, 2; "
-                                                                               "add.u32 s, m, s")
-            want = [tuple(_word(raw, 128 * j + 4 * i, 4) for i in range(32)) for j in range(count)]
-            tensor = {"shape": shape, "strides": strides, "box": box, "swizzle": span, "data": data}
-            found.append(Program(f"tensor swizzle {span} width {width} at {start}", form, body, (), ("b32",) * count, tuple(want), 32,
-                                 4096, maps=(tensor,)))
-    return found
-
-
-def _tensor_stores() -> list[Program]:
-    """A box of shared memory to a [2, 20, 72] tensor: elements outside it are dropped."""
-    shape, strides = (72, 20, 2), (160, 3200)
-    found = []
-    for span, width, start in ((128, 64, (0, 0, 0)), (128, 64, (16, 10, 1)), (64, 32, (-8, 4, 0)), (0, 16, (64, -5, 1))):
-        size = 2 * width * 16
-        before, given = _bytes(8, strides[1] * 2), tuple(_word(_bytes(7, 128), 4 * i, 4) for i in range(32))
-        # word 32 j + lane of shared memory is the lane's input, times 2 j + 1
-        image = b"".join((v * (2 * j + 1) & 0xFFFFFFFF).to_bytes(4, "little") for j in range(size // 128) for v in given)
-        after = list(before)
-        for r in range(16):
-            for c in range(width):
-                x, y, z = start[0] + c, start[1] + r, start[2]
-                at = 2 * (r * width + c)
-                if span:
-                    at ^= (at >> 7 & span // 16 - 1) << 4
-                if 0 <= x < shape[0] and 0 <= y < shape[1] and 0 <= z < shape[2]:
-                    to = 2 * x + strides[0] * y + strides[1] * z
-                    after[to:to + 2] = image[at:at + 2]
-        form = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group"
-        put = ".reg .b32 s, t; .reg .b64 map; .reg .pred z; shl.b32 t, %thread, 2; mov.b32 s, smem; add.u32 s, s, t; "
-        put += " ".join(f"mul.lo.u32 t, a, {2 * j + 1}; st.shared.b32 [s+{128 * j}], t;" for j in range(size // 128))
-        body = (put + " fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 z, %thread, 0; mov.b32 d, 0; @!z bra DONE; "
-                f"mov.b64 map, map0; cvta.param.u64 map, map; mov.b32 s, smem; {form} [map, {{{start[0]}, {start[1]}, {start[2]}}}], [s]; "
-                "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; cp.async.bulk.wait_group 0; DONE:")
-        tensor = {"shape": shape, "strides": strides, "box": (width, 16, 1), "swizzle": span, "data": None}
-        found.append(Program(f"tensor store swizzle {span} at {start}", form, body, (("b32", given),), ("b32",),
-                             ((0,) * 32,), 32, size, maps=(tensor,), buffer=before, want_buffer=tuple(after)))
-    return found
-
-
 def programs() -> list[Program]:
-    return _loads() + _matrices() + _copies() + _tensors() + _tensor_stores()
+    return _loads() + _matrices() + _copies()

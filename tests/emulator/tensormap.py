@@ -2,7 +2,8 @@
 cuTensorMapEncodeTiled states the limits checked here).
 
 A box of a tensor lies in shared memory with its innermost dimension first; a swizzle exchanges 16-byte pieces by
-address bits (PTX ISA 5.5 "Swizzling modes").
+address bits (PTX ISA 5.5 "Swizzling modes").  Under a swizzle each row takes as many bytes as the swizzle spans, also
+when the box has fewer (CUDA Programming Guide, "Tensor memory swizzling": shared memory must hold the full width).
 """
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from .memory import Buffer
 
 SWIZZLES = {0: 0, 32: 1, 64: 3, 128: 7}
 """Span in bytes -> mask of the address bits from 7 on that are added to bits 4 to 6."""
+ELEMENTS = {"u32": 4, "s32": 4, "u64": 8, "f16": 2, "f32": 4}
+"""Types that a reduction can combine here, and their bytes."""
 
 
 def swizzle(address: np.ndarray, span: int) -> np.ndarray:
@@ -28,7 +31,7 @@ class TensorMap:
     """A tiled tensor map.
 
     array: where the tensor begins; shape and box innermost first, in elements; strides of the dimensions after the
-    first, in bytes; swizzle: 0, 32, 64 or 128 bytes.
+    first, in bytes; swizzle: 0, 32, 64 or 128 bytes; element: type of an element, which only reductions need.
     """
 
     array: np.ndarray
@@ -37,6 +40,7 @@ class TensorMap:
     box: Sequence[int]
     swizzle: int = 0
     itemsize: int = 2
+    element: str = ""
     unknown: bool = False
     """The kernel must not read what was there before the launch."""
     buffer: Buffer | None = field(default=None, repr=False)
@@ -55,16 +59,28 @@ class TensorMap:
             raise ValueError(f"box of {inner} bytes a row with swizzle {self.swizzle}")
         if self.array.__array_interface__["data"][0] % 16:
             raise ValueError("the tensor must begin at a multiple of 16 bytes")
+        if self.element and ELEMENTS.get(self.element) != self.itemsize:
+            raise ValueError(f"elements of type {self.element!r} and {self.itemsize} bytes")
 
     def bind(self, buffer: Buffer, offset: int) -> TensorMap:
         """The same map in a launch's memory."""
-        return TensorMap(self.array, self.shape, self.strides, self.box, self.swizzle, self.itemsize, self.unknown,
-                         buffer, offset)
+        return TensorMap(self.array, self.shape, self.strides, self.box, self.swizzle, self.itemsize,
+                         self.element, self.unknown, buffer, offset)
 
     @property
     def bytes(self) -> int:
         """Bytes of a box, which is what a copy counts."""
         return int(np.prod(self.box)) * self.itemsize
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row of a box to the next in shared memory."""
+        return max(self.box[0] * self.itemsize, self.swizzle)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of shared memory that a box takes: more than it has when its rows are shorter than the swizzle."""
+        return int(np.prod(self.box[1:])) * self.pitch
 
     def elements(self, start: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Byte offsets in the buffer of the box's elements, innermost last, flat; which are inside the tensor."""
@@ -81,5 +97,6 @@ class TensorMap:
 
     def places(self, shared: int) -> np.ndarray:
         """Shared-memory addresses of the box's elements, in the same order."""
-        linear = shared + np.arange(self.bytes // self.itemsize, dtype=np.int64) * self.itemsize
+        rows = np.arange(int(np.prod(self.box[1:])), dtype=np.int64) * self.pitch
+        linear = shared + (rows[:, None] + np.arange(self.box[0], dtype=np.int64) * self.itemsize).reshape(-1)
         return swizzle(linear, self.swizzle) if self.swizzle else linear

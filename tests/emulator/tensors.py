@@ -58,6 +58,14 @@ def _write_tensor(w: Warp, m: TensorMap, start: list[int], data: np.ndarray, op:
         put_global(w, b, index, data[inside], op, t)
 
 
+def _from_corner(start: list[int]) -> None:
+    """A copy to global memory may reach beyond the tensor's end, not before its beginning (CUDA Programming Guide,
+    "Tensor memory access", negative indices); a Hopper GPU reports an illegal instruction."""
+    if min(start) < 0:
+        raise Fault("bounds", f"tensor copy to global memory of a box that begins at {tuple(start)}: an index below 0 is "
+                    "for copies to shared memory only")
+
+
 def tensor(form: Form, reduce: str) -> Run:
     """cp.async.bulk.tensor and cp.reduce.async.bulk.tensor of the tiled mode."""
     rank = int(form.one("1d", "2d", "3d", "4d", "5d")[0])
@@ -98,7 +106,7 @@ def _load(form: Form, rank: int, many: bool, hint: bool) -> Run:
         for i in np.flatnonzero(lanes(mask)):
             m = _map(w, int(src(w)[i]))
             start = [int(c(w)[i]) for c in coordinates]
-            cta, at = shared_place(w, int(dst(w)[i]), m.bytes, 128, "tensor copy")
+            cta, at = shared_place(w, int(dst(w)[i]), m.footprint, 128, "tensor copy")
             home, offset, b = ready_barrier(w, int(bar(w)[i]), "shared::cluster", "tensor copy completing on the barrier")
             if which is None:
                 if home is not cta:
@@ -111,7 +119,7 @@ def _load(form: Form, rank: int, many: bool, hint: bool) -> Run:
             def places(at: int, m: TensorMap = m) -> np.ndarray:
                 return m.places(at)[:, None] + np.arange(m.itemsize)
 
-            into_shared(w, targets, m.bytes, _read_tensor(w, m, start), places)
+            into_shared(w, targets, m.bytes, m.footprint, _read_tensor(w, m, start), places)
 
     return run
 
@@ -133,15 +141,17 @@ def _store(form: Form, rank: int, hint: bool, reduce: str) -> Run:
         for i in np.flatnonzero(lanes(mask)):
             m = _map(w, int(dst(w)[i]))
             start = [int(c(w)[i]) for c in coordinates]
-            cta, at = shared_place(w, int(src(w)[i]), m.bytes, 128, "tensor copy")
+            _from_corner(start)
+            cta, at = shared_place(w, int(src(w)[i]), m.footprint, 128, "tensor copy")
             index = m.places(at)[:, None] + np.arange(m.itemsize)
-            cta.shared.need(slice(at, at + m.bytes), "tensor copy")
-            t = {2: "u16", 4: "f32", 8: "u64"}[m.itemsize] if reduce else ""
+            cta.shared.need(index, "tensor copy")
+            if reduce and not m.element:
+                raise Fault("undefined", "a reduction, and its tensor map does not say of which type the elements are")
 
-            def perform(cta=cta, m=m, start=start, index=index, t=t) -> None:
-                _write_tensor(w, m, start, cta.shared.data[index], reduce, t)
+            def perform(cta=cta, m=m, start=start, index=index) -> None:
+                _write_tensor(w, m, start, cta.shared.data[index], reduce, m.element)
 
-            from_shared(w, 1 << int(i), cta, at, m.bytes, perform, (at, *start) in before)
+            from_shared(w, 1 << int(i), cta, at, m.bytes, m.footprint, perform, (at, *start) in before)
             before.add((at, *start))
 
     return run

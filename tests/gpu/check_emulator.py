@@ -1,6 +1,9 @@
 """Run on a GPU what the emulator runs in CI, and write the outcome as JSON for CI to compare with.
 
-    python tests/gpu/check_emulator.py --out tests/results/emulator_h200.json [--only TEXT]
+    python tests/gpu/check_emulator.py --out tests/results/emulator_h200.json [--only TEXT] [--add]
+
+--add runs what the file does not have yet, programs that have changed included, and adds it; what no longer exists
+leaves the file.
 
 Two parts: the instruction programs of tests/emulator (PTX, assembled by the driver) against their expected results,
 and the forward cases of tests/emulator/cases.py against float64; of each the digest and, where outputs are large or the
@@ -27,10 +30,12 @@ from check_forward import version  # noqa: E402
 from emulator import driver  # noqa: E402
 from emulator.all_programs import by_name  # noqa: E402
 from emulator.cases import CASES, build  # noqa: E402
-from emulator.digest import of_program, of_tensor  # noqa: E402
+from emulator.digest import definition, of_program, of_tensor  # noqa: E402
 from emulator.judge import verdict  # noqa: E402
 
 from fa_inductor.kernels import api  # noqa: E402
+
+WHAT = "instruction programs and forward cases, for comparison with the emulator"
 
 
 def programs(names: list[str], answer: Any) -> None:
@@ -99,26 +104,48 @@ def finish(work: Any, names: list[str], patience: float = 120.0, start: float = 
     return found
 
 
+def as_text(report: dict[str, Any]) -> str:
+    """JSON with one line for each program and case."""
+    parts = []
+    for key, value in report.items():
+        inner = ",\n".join(f"  {json.dumps(n)}: {json.dumps(r)}" for n, r in value.items()) if isinstance(value, dict) else ""
+        parts.append(f" {json.dumps(key)}: " + (f"{{\n{inner}\n }}" if inner else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def left_of(path: Path | None) -> dict[str, Any]:
+    """What of an earlier file still holds: results of programs as they are now, and of cases that exist."""
+    if path is None or not path.exists():
+        return {"what": WHAT, "runs": [], "programs": {}, "cases": {}}
+    every, report = by_name(), json.loads(path.read_text())
+    report["programs"] = {n: r for n, r in report["programs"].items() if n in every and r.get("of") == definition(every[n])}
+    report["cases"] = {n: r for n, r in report["cases"].items() if n in CASES and "error" not in r}
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="programs and cases whose name contains this")
+    parser.add_argument("--add", action="store_true", help="only what the file does not have")
     args = parser.parse_args()
     start = time.time()
-    done_programs = finish(programs, [n for n in by_name() if args.only in n])
+    report = left_of(args.out if args.add else None)
+    done_programs = finish(programs, [n for n in by_name() if args.only in n and n not in report["programs"]])
     print(f"{len(done_programs)} programs, {time.time() - start:.0f} s", flush=True)
-    done_cases = finish(cases, [n for n in CASES if args.only in n])
+    done_cases = finish(cases, [n for n in CASES if args.only in n and n not in report["cases"]])
     bad = {n: r for n, r in done_programs.items() if "error" in r or "unexpected" in r}
     wrong = {n: r.get("error") or r["wrong"] for n, r in done_cases.items() if "error" in r or r["wrong"]}
-    report = {
-        "what": "instruction programs and forward cases, for comparison with the emulator",
+    report["runs"].append({
         "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "python": platform.python_version(), "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl", "cutlass"),
-        "seconds": round(time.time() - start, 1), "unexpected_programs": len(bad), "wrong_cases": len(wrong),
-        "programs": done_programs, "cases": done_cases,
-    }
+        "seconds": round(time.time() - start, 1), "programs": len(done_programs), "unexpected_programs": len(bad),
+        "cases": len(done_cases), "wrong_cases": len(wrong),
+    })
+    report["programs"] |= done_programs
+    report["cases"] |= done_cases
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(as_text(report))
     for n, r in bad.items():
         print("PROGRAM", n, r.get("error") or r["unexpected"][0], flush=True)
     for n, w in wrong.items():
