@@ -204,6 +204,8 @@ def _moves(seed) -> list[Program]:
                lambda x: (x & 0xFFFF, x >> 16)),
         simple("mov.b32 float constant", "mov.b32", ".reg .f32 z; mov.b32 z, 0fFF800000; mov.b32 d, z;", [("b32", a)], ["b32"],
                lambda x: 0xFF800000),
+        simple("mov.f32", "mov.f32", ".reg .f32 y, z; mov.b32 y, a; mov.f32 z, y; mov.b32 d, z;", [("b32", a)], ["b32"],
+               lambda x: x),
         simple("mov.u32 special", "mov.u32", "mov.u32 d, %laneid; mov.u32 e, %ntid.x;", [("b32", list(range(64)))],
                ["b32", "b32"], lambda x: (x % 32, 64)),
         simple("mov.u32 masks", "mov.u32", "mov.u32 d, %lanemask_lt; mov.u32 e, %lanemask_ge;", [("b32", list(range(32)))],
