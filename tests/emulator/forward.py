@@ -117,7 +117,7 @@ class Launcher:
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
         optional, numbers = others[:5 + MAX_CAPTURES], others[5 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, run, tickets, blocks = numbers
         memory = _Storage()
         if programs.before is not None:
             grid, params = 1, [memory.tensor(tickets, (0,), unknown=True)]
@@ -135,7 +135,7 @@ class Launcher:
                    if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,))]
         params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
-                  chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
+                  chunk, offset, section, run, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
 
