@@ -497,6 +497,30 @@ def behaviour() -> list[tuple[Case, dict[str, Any]]]:
     graph.replay()
     torch.cuda.synchronize()
     check("graph", torch.equal(out, want) and torch.equal(lse, want_lse), "a replayed graph gives another answer")
+    for dims, kw in (((64, 64), {"hi": 0}), ((128, 128), {"hi": 0}), ((128, 128), {"padding": "right"}), ((256, 256), {})):
+        # More tiles than multiprocessors, so that each takes several.
+        c = Case(name="behaviour", rows=1000, keys=1000, heads=(16, 4), batch=4, dims=dims, **kw)
+        many = inputs(c)
+        want, want_lse = api.attention(*many[:6])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed, _ = api.attention(*many[:6])
+        equal = torch.ones((), dtype=torch.bool, device="cuda")
+        sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+        for _ in range(250):
+            graph.replay()
+            here = api.attention(*many[:6])
+            there = []
+            for side in sides:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    there.append(api.attention(*many[:6]))
+            for side in sides:
+                torch.cuda.current_stream().wait_stream(side)
+            equal &= (replayed == want).all()
+            for out, lse in (here, *there):
+                equal &= (out == want).all() & (lse == want_lse).all()
+        check("repeats", bool(equal), f"1000 calls, replays and calls side by side: not all equal, {dims} {kw}")
     before = len(api._compiled)
     for rows, keys, batch in ((1, 5, 1), (77, 300, 3), (300, 77, 2)):
         x = inputs(replace(c, rows=rows, keys=keys, batch=batch, seed=rows, scale=0.3))
