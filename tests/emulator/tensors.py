@@ -27,6 +27,9 @@ def _map(w: Warp, address: int) -> TensorMap:
 
 def _box(m: TensorMap, start: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
     """Buffer of a map, offsets of the bytes of the box's elements that are inside the tensor, which elements those are."""
+    if start[0] * m.itemsize % 16:
+        raise Fault("misaligned", f"tensor copy of a box that begins at {tuple(start)}: the first index is {start[0] * m.itemsize} "
+                    "bytes, no multiple of 16 (a Hopper GPU reports an illegal instruction; the ISA's text says nothing)")
     at, inside = m.elements(start)
     b = m.buffer
     if b is None:
