@@ -361,9 +361,14 @@ def attention(
             read[5] = captures[record.sink]
         if variant.empty == "mean":
             read[6] = v.mean(2, dtype=torch.float32)
+        if variant.listed:
+            each = variant.padding or variant.documents is not None or read[2].stride(0) != 0
+            sizes = (batch if each else 1, heads if variant.dense and read[2].stride(1) != 0 else 1)
+            tile = variant.tile
+            read[7] = torch.empty((*sizes, -(-rows // tile.rows), 1 - keys // -tile.keys), dtype=torch.int32, device=device)
         for n, i in enumerate(plan.loads):
             x = captures[i]
-            read[7 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
+            read[8 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
         values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 
     size = (variant, batch, rows, keys, lo, hi, device.index)
@@ -387,8 +392,9 @@ def attention(
     return out, lse
 
 
-_OPTIONAL = 7 + MAX_CAPTURES
-"""Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, captures."""
+_OPTIONAL = 8 + MAX_CAPTURES
+"""Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, tiles,
+captures."""
 _ZEROS = [0] * MAX_INTS
 
 

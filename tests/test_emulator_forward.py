@@ -115,6 +115,6 @@ def test_every_form_of_the_kernels_has_a_program() -> None:
     for name in CI:
         p = build(CASES[name])
         program = compiled(api.variant_of(p.record, p.captures))
-        for part in (program.main, program.before):
+        for part in (program.main, *program.before.values()):
             missing = {form_of(s.kind) for s in part.steps} - known - {"trap"} if part else set()
             assert not missing, (name, sorted(missing))

@@ -58,6 +58,7 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
         _tensor(doc, 2, False, itemsize(doc)) if doc else None,
         _tensor(v.sink, 1, False, itemsize(v.sink)) if v.sink else None,
         _tensor("float32", 3, True, 4) if v.empty == "mean" else None,
+        _tensor("int32", 4, True, 4) if v.listed else None,
         *captures,
         *(Int32(0) for _ in range(MAX_INTS)),
         Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1), Int32(1),

@@ -30,14 +30,13 @@ from cutlass.cutlass_dsl import not_, select_
 from cutlass.utils import SmemAllocator
 
 from ..expr import SCORE
+from .prepare import SCAN, Prepare
 from .program import Emitter, as_bool, as_float
 from .variant import Forward
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 NEG_INF = -float("inf")
-_SCAN = 256
-"""Threads that look for the first and the last key of a padding mask."""
 _ITEM = 8
 """Words of shared memory for what the load warp tells about a work item."""
 LAZY = 8.0
@@ -53,7 +52,7 @@ def _swizzle_width(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
-class ForwardKernel:
+class ForwardKernel(Prepare):
     """Host and device code of one `Forward` variant; call it inside `cute.compile`."""
 
     def __init__(self, variant: Forward):
@@ -106,6 +105,7 @@ class ForwardKernel:
         doc_k: cute.Tensor | None,
         sink: cute.Tensor | None,
         vmean: cute.Tensor | None,
+        tiles: cute.Tensor | None,
         c0: cute.Tensor | None,
         c1: cute.Tensor | None,
         c2: cute.Tensor | None,
@@ -130,7 +130,7 @@ class ForwardKernel:
         and dense ``[B, Hq, Sq, Sk]`` bytes, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
         ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]``, each None where the variant does not use it.
 
-        seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
+        tiles: scratch for `list_tiles`.  seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
         section: heads whose K and V are walked together (they should fit in L2); run: row blocks of each that are, before
         the next section's (see `_decode`).  tickets: ``[1]`` int32, scratch.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
@@ -149,13 +149,16 @@ class ForwardKernel:
             load, view(v, [3, 2, 1, 0]), cute.select(lv, mode=[0, 1]), (self.v.dim_v, tile.keys))
         tma_o, mo = cpasync.make_tiled_tma_atom(
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
+        edges = (band_lo, band_hi, chunk, chunk_offset)
         if const_expr(padding is not None):
-            self.seen_keys(padding, seen, tickets).launch(grid=[seen.shape[0], 1, 1], block=[_SCAN, 1, 1], stream=stream)
-        elif const_expr(tickets is not None):
+            self.seen_keys(padding, seen, tickets).launch(grid=[seen.shape[0], 1, 1], block=[SCAN, 1, 1], stream=stream)
+        if const_expr(tiles is not None):
+            self.list_tiles(tiles, seen, dense, doc_q, doc_k, tickets, q.shape[2], k.shape[2], edges).launch(
+                grid=[tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 1, 1], block=[SCAN, 1, 1], stream=stream)
+        elif const_expr(tickets is not None and padding is None):
             self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
         captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
-        args = (seen, dense, doc_q, doc_k, sink, vmean, captures, ints, scale, fill, (band_lo, band_hi, chunk, chunk_offset),
-                (section, run), tickets)
+        args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, (section, run), tickets)
         self.kernel(
             tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, *args, lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -172,7 +175,7 @@ class ForwardKernel:
         long rows come first: a run of row blocks in one section of heads after the other, then the next shorter run.
         """
         m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
-        if not self.v.band_hi:
+        if not self.v.rising:
             bh = index // m_blocks
             m = index - bh * m_blocks
         else:
@@ -191,11 +194,25 @@ class ForwardKernel:
         b = bh // heads
         return m, bh - b * heads, b
 
-    def _begin(self, index, total, rows, heads, batch, order, keys, seen, edges):
+    def _begin(self, index, total, rows, heads, batch, order, keys, seen, tiles, edges):
         """(index, row block, query head, batch entry, first key tile, one past the last); behind the last item it is the
         last one again but for the index."""
         m, h, b = self._decode(cutlass.min(index, total - 1), rows, heads, batch, order)
+        if self.v.listed:
+            count = cute.arch.make_warp_uniform(self._list(tiles, m, h, b)[0])
+            return index, m, h, b, Int32(0), count
         return index, m, h, b, *self._key_tiles(m, b, rows, keys, seen, edges)
+
+    def _list(self, tiles, m, h, b):
+        """How many key tiles row block m walks, and which."""
+        return tiles[cutlass.min(b, tiles.shape[0] - 1), cutlass.min(h, tiles.shape[1] - 1), m, None]
+
+    def _tile(self, tiles, m, h, b, i, last):
+        """(i-th key tile of an item, whether no element of it needs a look at mask or documents)."""
+        if not self.v.listed:
+            return last - 1 - i, Boolean(True)
+        word = cute.arch.make_warp_uniform(self._list(tiles, m, h, b)[1 + i])
+        return word >> 1, (word & 1) != 0
 
     @cute.jit
     def _draw(self, index, tickets):
@@ -227,29 +244,6 @@ class ForwardKernel:
         _arrive(shared.item_empty.data_ptr() + slot)
         return item[0], item[1], item[2], item[3], item[4], item[5]
 
-    def _key_tiles(self, m, b, rows, keys, seen, edges):
-        """Key tiles [first, last) that some row of block m can see, or one that none can: an item without products would
-        be a branch around them."""
-        n = self.t.keys
-        band_lo, band_hi, chunk, chunk_offset = edges
-        q_min = m * self.t.rows
-        q_max = cutlass.min(q_min + self.t.rows, rows) - 1
-        low, high = Int32(0), keys
-        if self.v.band_hi:
-            high = cutlass.min(high, q_max + band_hi + 1)
-        if self.v.band_lo:
-            low = cutlass.max(low, q_min + band_lo)
-        if self.v.chunk:
-            low = cutlass.max(low, (q_min + chunk_offset) // chunk * chunk)
-            high = cutlass.min(high, ((q_max + chunk_offset) // chunk + 1) * chunk)
-        if self.v.padding:
-            low = cutlass.max(low, seen[b, 0])
-            high = cutlass.min(high, seen[b, 1])
-        first, last = low // n, (cutlass.max(high, 0) + (n - 1)) // n
-        last = cutlass.max(last, first + 1)
-        # Known to be equal in a warp, the loop over them cannot be taken for divergent.
-        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
-
     # ------------------------------------------------------------------ device
 
     @cute.kernel
@@ -271,6 +265,7 @@ class ForwardKernel:
         doc_k: cute.Tensor | None,
         sink: cute.Tensor | None,
         vmean: cute.Tensor | None,
+        tiles: cute.Tensor | None,
         captures: tuple,
         ints: tuple,
         scale: Float32,
@@ -336,48 +331,17 @@ class ForwardKernel:
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.t.producer_regs)
             if warp_index == 0:
-                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, order, tickets)
+                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, order, tickets)
             if const_expr(self.v.padding):
                 if warp_index == 1:
-                    self.mask(mq, mk, sv, shared, padding)
+                    self.mask(mq, mk, sv, shared, padding, tiles)
         else:
             cute.arch.setmaxregister_increase(self.t.consumer_regs)
-            self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, seen, dense, doc_q, doc_k, sink, vmean,
+            self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, tiles, dense, doc_q, doc_k, sink, vmean,
                          captures, ints, scale, fill, edges)
 
-    @cute.kernel
-    def clear(self, tickets: cute.Tensor):
-        if cute.arch.thread_idx()[0] == 0:
-            tickets[0] = 0
-
-    @cute.kernel
-    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):
-        """[first key that is not padding, one past the last) of each batch entry: tiles outside are not walked."""
-        smem = SmemAllocator()
-        part = smem.allocate_tensor(Int32, cute.make_layout((2, _SCAN // 32)))
-        b, keys = cute.arch.block_idx()[0], padding.shape[1]
-        tid = cute.arch.thread_idx()[0]
-        first, last = keys, Int32(0)
-        for i in cutlass.range((keys + (_SCAN - 1)) // _SCAN, unroll=4):
-            key = i * _SCAN + tid
-            if padding[b, cutlass.min(key, keys - 1)] != Uint8(0):
-                first = cutlass.min(first, key)
-                last = cutlass.max(last, cutlass.min(key + 1, keys))
-        first, last = cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(last, "max")
-        part[0, tid // 32] = first
-        part[1, tid // 32] = last
-        cute.arch.sync_threads()
-        if tid == 0:
-            for i in cutlass.range_constexpr(_SCAN // 32):
-                first = cutlass.min(first, part[0, i])
-                last = cutlass.max(last, part[1, i])
-            seen[b, 0] = first
-            seen[b, 1] = last
-            if b == 0:
-                tickets[0] = 0
-
     @cute.jit
-    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, edges, order, tickets):
+    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, order, tickets):
         """Producer warp: Q once a tile, then K and V in the order in which the consumers need them."""
         v, t = self.v, self.t
         rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
@@ -399,14 +363,15 @@ class ForwardKernel:
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         slot, slot_phase = Int32(0), Int32(1)
         index, m, h, b, first, last = self._begin(
-            cute.arch.block_idx()[0], total, rows, heads, batch, order, keys, seen, edges)
+            cute.arch.block_idx()[0], total, rows, heads, batch, order, keys, seen, tiles, edges)
         self._tell((index, m, h, b, first, last), shared, slot, slot_phase)
         slot ^= 1
         while index < total:
             drawn = self._draw(index, tickets)
             hk = h // group
             # Before Q: the buffers of K are free while the tile before is still being written.
-            k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 1, hk, b], k_s, shared.k_full, shared.k_empty,
+            n, _ = self._tile(tiles, m, h, b, Int32(0), last)
+            k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
                                            k_stage, k_phase, k_bytes)
             for w in cutlass.range_constexpr(self.nwg):
                 cute.arch.mbarrier_wait(shared.q_empty.data_ptr() + w, q_phase)
@@ -416,15 +381,17 @@ class ForwardKernel:
                           tma_bar_ptr=shared.q_full.data_ptr() + w)
             q_phase ^= 1
             following = self._begin(
-                cute.arch.shuffle_sync(drawn, 0), total, rows, heads, batch, order, keys, seen, edges)
+                cute.arch.shuffle_sync(drawn, 0), total, rows, heads, batch, order, keys, seen, tiles, edges)
             self._tell(following, shared, slot, slot_phase)
             slot, slot_phase = slot ^ 1, slot_phase ^ slot
             for i in cutlass.range(last - first, unroll=1):
+                before = n
                 if i + 1 < last - first:
-                    k_stage, k_phase = self._fetch(tma_k, k_g[None, last - 2 - i, hk, b], k_s, shared.k_full,
-                                                   shared.k_empty, k_stage, k_phase, k_bytes)
-                v_stage, v_phase = self._fetch(tma_v, v_g[None, last - 1 - i, hk, b], v_s, shared.v_full,
-                                               shared.v_empty, v_stage, v_phase, v_bytes)
+                    n, _ = self._tile(tiles, m, h, b, i + 1, last)
+                    k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
+                                                   k_stage, k_phase, k_bytes)
+                v_stage, v_phase = self._fetch(tma_v, v_g[None, before, hk, b], v_s, shared.v_full, shared.v_empty,
+                                               v_stage, v_phase, v_bytes)
             index, m, h, b, first, last = following
 
     def _fetch(self, tma, source, target, full, empty, stage, phase, size):
@@ -440,7 +407,7 @@ class ForwardKernel:
         return select_(wrap, Int32(0), stage + 1), phase ^ select_(wrap, Int32(1), Int32(0))
 
     @cute.jit
-    def mask(self, mq, mk, sv, shared, padding):
+    def mask(self, mq, mk, sv, shared, padding, tiles):
         """Mask warp: one bit a key (set: may be attended to, and inside the keys), and V rows of cleared bits to
         zero, because 0 * NaN of a padded slot would reach the output."""
         v, t = self.v, self.t
@@ -451,14 +418,15 @@ class ForwardKernel:
         width = _swizzle_width(v.dim_v)
         total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
         k_stage, k_phase, v_stage, v_phase, full_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
-        index, _, _, b, first, last = self._hear(shared, Int32(0), Int32(0))
+        index, m, h, b, first, last = self._hear(shared, Int32(0), Int32(0))
         slot, slot_phase = Int32(1), Int32(0)
         while index < total:
             for i in cutlass.range(last - first + 1, unroll=1):
                 if i < last - first:
                     cute.arch.mbarrier_wait(shared.k_empty.data_ptr() + k_stage, k_phase)
+                    n, _ = self._tile(tiles, m, h, b, i, last)
                     for w in cutlass.range_constexpr(words):
-                        self._bits(padding, b, (last - 1 - i) * t.keys + 32 * w + lane, keys, 32 * w + lane,
+                        self._bits(padding, b, n * t.keys + 32 * w + lane, keys, 32 * w + lane,
                                    bits + (k_stage * words + w), lane)
                     cute.arch.sync_warp()
                     if lane == 0:
@@ -490,7 +458,7 @@ class ForwardKernel:
                         cute.arch.mbarrier_arrive(shared.v_clean.data_ptr() + v_stage)
                     _, full_phase = self._advance(v_stage, full_phase)
                     v_stage, v_phase = self._advance(v_stage, v_phase)
-            index, _, _, b, first, last = self._hear(shared, slot, slot_phase)
+            index, m, h, b, first, last = self._hear(shared, slot, slot_phase)
             slot, slot_phase = slot ^ 1, slot_phase ^ slot
 
     @cute.jit
@@ -504,7 +472,7 @@ class ForwardKernel:
             cute.make_tensor(where, cute.make_layout(1))[0] = word
 
     @cute.jit
-    def consume(self, mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, seen, dense, doc_q, doc_k, sink, vmean,
+    def consume(self, mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, tiles, dense, doc_q, doc_k, sink, vmean,
                 captures, ints, scale, fill, edges):
         """Consumer warpgroup w: rows 64 w .. 64 w + 63 of the block."""
         v, t, nwg = self.v, self.t, self.nwg
@@ -563,7 +531,8 @@ class ForwardKernel:
             if const_expr(t.own_o):
                 if last - first == 1:
                     _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
-            self.scores(s0, shared, k_stage, k_phase, last - 1, m, w, row0, column, h, b, rows, keys, dense,
+            n, full = self._tile(tiles, m, h, b, Int32(0), last)
+            self.scores(s0, shared, k_stage, k_phase, n, full, m, w, row0, column, h, b, rows, keys, dense,
                         doc_q, doc_k, captures, ints, scale, edges)
             _arrive(shared.k_empty.data_ptr() + k_stage)
             k_stage, k_phase = self._advance(k_stage, k_phase)
@@ -572,6 +541,7 @@ class ForwardKernel:
             self.pack(s0, packed)
 
             for i in cutlass.range(last - first - 1, unroll=1):
+                n, full = self._tile(tiles, m, h, b, i + 1, last)
                 # A fresh S: the old values must not count as an input of the product.
                 s = thread_qk.make_fragment_C(s_shape)
                 cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
@@ -593,7 +563,7 @@ class ForwardKernel:
                         _arrive(shared.q_empty.data_ptr() + w)
                 if const_expr(not v.padding):
                     _arrive(shared.k_empty.data_ptr() + k_stage)
-                self.scores(s, shared, k_stage, k_phase, last - 2 - i, m, w, row0, column, h, b, rows, keys,
+                self.scores(s, shared, k_stage, k_phase, n, full, m, w, row0, column, h, b, rows, keys,
                             dense, doc_q, doc_k, captures, ints, scale, edges)
                 if const_expr(v.padding):  # the key bits live as long as their K tile
                     _arrive(shared.k_empty.data_ptr() + k_stage)
@@ -674,7 +644,7 @@ class ForwardKernel:
             cute.arch.mbarrier_wait(shared.v_clean.data_ptr() + stage, phase)
 
     @cute.jit
-    def scores(self, s, shared, stage, phase, n, m, w, row0, column, h, b, rows, keys, dense, doc_q, doc_k, captures,
+    def scores(self, s, shared, stage, phase, n, full, m, w, row0, column, h, b, rows, keys, dense, doc_q, doc_k, captures,
                ints, scale, edges):
         """Turn S into scores in place: score program, then -inf where a mask is false.
 
@@ -688,10 +658,12 @@ class ForwardKernel:
         elif const_expr(v.premultiply):
             for e in cutlass.range_constexpr(t.keys // 2):
                 s[e] = s[e] * scale
-        if const_expr(v.dense):
-            self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
-        if const_expr(v.documents is not None):
-            self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
+        if const_expr(v.listed):
+            if not_(full):
+                if const_expr(v.dense):
+                    self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
+                if const_expr(v.documents is not None):
+                    self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
 
         w_row = m * t.rows + 64 * w
         partial = (key0 + t.keys) > keys

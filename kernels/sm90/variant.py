@@ -119,7 +119,17 @@ class Forward:
     @property
     def uneven(self) -> bool:
         """Row blocks walk different numbers of key tiles, so a counter deals them out."""
-        return self.band_lo or self.band_hi or self.chunk or self.padding
+        return self.band_lo or self.band_hi or self.chunk or self.padding or self.listed
+
+    @property
+    def listed(self) -> bool:
+        """Which key tiles a row block walks is looked up: a list of those that mask or documents show to some row."""
+        return self.dense or self.documents is not None
+
+    @property
+    def rising(self) -> bool:
+        """Later row blocks are likely to walk more key tiles."""
+        return self.band_hi or self.dense
 
     @property
     def has_program(self) -> bool:

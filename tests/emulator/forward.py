@@ -41,16 +41,17 @@ class Compiled:
     """The kernels of one variant."""
 
     main: Program
-    before: Program | None
-    """What runs first: looks for the keys that are no padding, or clears the counter of work items."""
+    before: dict[str, Program]
+    """What runs first, by name, in this order: `seen_keys` looks for the keys that are no padding, `list_tiles` for the tiles
+    that a mask shows, `clear` clears the counter of work items."""
 
     @staticmethod
     def from_text(text: str) -> Compiled:
         """From PTX, possibly one that was tampered with."""
         names = list(parse(text))
-        before = [n for n in names if "seen_keys" in n or "clear" in n]
-        (main,) = (n for n in names if n not in before)
-        return Compiled(Program(text, main), Program(text, before[0]) if before else None)
+        before = {kind: n for kind in ("seen_keys", "list_tiles", "clear") for n in names if f"_{kind}_" in n}
+        (main,) = (n for n in names if n not in before.values())
+        return Compiled(Program(text, main), {kind: Program(text, n) for kind, n in before.items()})
 
 
 @lru_cache(maxsize=64)
@@ -116,21 +117,30 @@ class Launcher:
 
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
-        optional, numbers = others[:5 + MAX_CAPTURES], others[5 + MAX_CAPTURES:]
+        optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
         *ints, scale, fill, lo, hi, chunk, offset, section, run, tickets, blocks = numbers
         memory = _Storage()
-        if programs.before is not None:
-            grid, params = 1, [memory.tensor(tickets, (0,), unknown=True)]
-            if padding is not None:
-                grid, params = seen.shape[0], [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True), *params]
-            _, stats = emulate(programs.before, grid, params, seed=self.seed, limit=self.limit,
-                               shared_bytes=0 if padding is None else 4 * 2 * (256 // 32))
+        dense, doc_q, doc_k, _, _, tiles, *_ = optional
+        documents = [memory.tensor(x) for x in (doc_q, doc_k) if x is not None]
+        # Scratch is unknown until a kernel writes it.
+        fresh = lambda x, unit: memory.tensor(x, (unit,), unknown=True)  # noqa: E731
+        for kind, program in programs.before.items():
+            if kind == "seen_keys":
+                grid, warps, params = seen.shape[0], 8, [memory.tensor(padding), fresh(seen, 1), fresh(tickets, 0)]
+            elif kind == "list_tiles":
+                grid, warps = tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 32 * 8 // 2
+                params = [fresh(tiles, 3), *([] if seen is None else [memory.tensor(seen, (1,))]),
+                          *([] if dense is None else [memory.tensor(dense)]), *documents,
+                          memory.tensor(tickets, (0,), unknown=padding is None), q.shape[2], k.shape[2], lo, hi, chunk, offset]
+            else:
+                grid, warps, params = 1, 0, [fresh(tickets, 0)]
+            _, stats = emulate(program, grid, params, seed=self.seed, limit=self.limit, shared_bytes=4 * 2 * warps)
             self.stats.append(stats)
         maps = []
         for x, box in zip((q, k, v, out), boxes(variant), strict=True):
             maps += [memory.map(x, box, unknown=x is out), memory.shape(x, transposed=x is v)]
-        # dense, doc_q, doc_k, sink, vmean, captures: whose last stride is 1 at compile time.
-        unit = [False, False, False, False, True, *(c.unit for c in variant.captures)]
+        # dense, doc_q, doc_k, sink, vmean, tiles, captures: whose last stride is 1 at compile time.
+        unit = [False, False, False, False, True, True, *(c.unit for c in variant.captures)]
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else ()) for x, u in zip(optional, unit, strict=False)
                    if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,))]

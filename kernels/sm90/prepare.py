@@ -1,0 +1,173 @@
+"""Small kernels that run before the attention forward for Hopper, and which key tiles a block of query rows walks."""
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint8, const_expr
+from cutlass.cutlass_dsl import select_
+from cutlass.utils import SmemAllocator
+
+from .variant import Forward, Tile
+
+SCAN = 256
+"""Threads of a block of the kernels here."""
+
+
+class Prepare:
+    """What `ForwardKernel` works out before its main kernel."""
+
+    v: Forward
+    t: Tile
+
+    def _key_tiles(self, m, b, rows, keys, seen, edges):
+        """Key tiles [first, last) that some row of block m can see, or one that none can: an item without products would
+        be a branch around them."""
+        n = self.t.keys
+        band_lo, band_hi, chunk, chunk_offset = edges
+        q_min = m * self.t.rows
+        q_max = cutlass.min(q_min + self.t.rows, rows) - 1
+        low, high = Int32(0), keys
+        if self.v.band_hi:
+            high = cutlass.min(high, q_max + band_hi + 1)
+        if self.v.band_lo:
+            low = cutlass.max(low, q_min + band_lo)
+        if self.v.chunk:
+            low = cutlass.max(low, (q_min + chunk_offset) // chunk * chunk)
+            high = cutlass.min(high, ((q_max + chunk_offset) // chunk + 1) * chunk)
+        if self.v.padding:
+            low = cutlass.max(low, seen[b, 0])
+            high = cutlass.min(high, seen[b, 1])
+        first, last = low // n, (cutlass.max(high, 0) + (n - 1)) // n
+        last = cutlass.max(last, first + 1)
+        # Known to be equal in a warp, the loop over them cannot be taken for divergent.
+        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+
+    @cute.kernel
+    def clear(self, tickets: cute.Tensor):
+        if cute.arch.thread_idx()[0] == 0:
+            tickets[0] = 0
+
+    @cute.kernel
+    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):
+        """[first key that is not padding, one past the last) of each batch entry: tiles outside are not walked."""
+        smem = SmemAllocator()
+        part = smem.allocate_tensor(Int32, cute.make_layout((2, SCAN // 32)))
+        b, keys = cute.arch.block_idx()[0], padding.shape[1]
+        tid = cute.arch.thread_idx()[0]
+        first, last = keys, Int32(0)
+        for i in cutlass.range((keys + (SCAN - 1)) // SCAN, unroll=4):
+            key = i * SCAN + tid
+            if padding[b, cutlass.min(key, keys - 1)] != Uint8(0):
+                first = cutlass.min(first, key)
+                last = cutlass.max(last, cutlass.min(key + 1, keys))
+        first, last = cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(last, "max")
+        part[0, tid // 32] = first
+        part[1, tid // 32] = last
+        cute.arch.sync_threads()
+        if tid == 0:
+            for i in cutlass.range_constexpr(SCAN // 32):
+                first = cutlass.min(first, part[0, i])
+                last = cutlass.max(last, part[1, i])
+            seen[b, 0] = first
+            seen[b, 1] = last
+            if b == 0:
+                tickets[0] = 0
+
+    @cute.kernel
+    def list_tiles(
+        self,
+        tiles: cute.Tensor,
+        seen: cute.Tensor | None,
+        dense: cute.Tensor | None,
+        doc_q: cute.Tensor | None,
+        doc_k: cute.Tensor | None,
+        tickets: cute.Tensor,
+        rows: Int32,
+        keys: Int32,
+        edges: tuple,
+    ):
+        """tiles ``[B or 1, H or 1, row blocks, 1 + key tiles]`` int32: how many key tiles a row block walks, and which, from
+        the last to the first: twice the number of the tile, plus one where every row sees every key of it.
+
+        A tile that mask and documents hide from all rows is left out; documents are compared as intervals of their ids.
+        A row block that sees nothing walks one tile, in which all is masked.
+        """
+        t = self.t
+        states = SmemAllocator().allocate_tensor(Int32, cute.make_layout(SCAN))
+        tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        own = tid // 32
+        index = cute.arch.block_idx()[0]
+        bh = index // tiles.shape[2]
+        m = index - bh * tiles.shape[2]
+        b = bh // tiles.shape[1]
+        h = bh - b * tiles.shape[1]
+        if index == 0:
+            if tid == 0:
+                tickets[0] = 0
+        line = tiles[b, h, m, None]
+        first, last = self._key_tiles(m, b, rows, keys, seen, edges)
+        here = cutlass.min(rows - m * t.rows, t.rows)
+        low, high = Int32(0), Int32(0)
+        if const_expr(doc_q is not None):
+            low, high = self._interval(doc_q, b, m * t.rows, here, rows, t.rows)
+        count = Int32(0)
+        for part in cutlass.range((last - first + (SCAN - 1)) // SCAN, unroll=1):
+            top = last - part * SCAN
+            width = cutlass.min(top - first, SCAN)
+            for turn in cutlass.range((width + (SCAN // 32 - 1)) // (SCAN // 32), unroll=1):
+                j = turn * (SCAN // 32) + own
+                n = cutlass.max(top - 1 - j, 0)
+                some, every = Boolean(True), Boolean(True)
+                if const_expr(dense is not None):
+                    some, every = self._look(dense, b, h, m * t.rows, here, n * t.keys, keys)
+                if const_expr(doc_k is not None):
+                    k_low, k_high = self._interval(doc_k, b, n * t.keys, cutlass.min(keys - n * t.keys, t.keys), keys, t.keys)
+                    some = some & (k_low <= high) & (k_high >= low)
+                    # The lower halves of longer ids say nothing for certain when they agree.
+                    every = every & (self.v.documents == "int32") & (low == high) & (k_low == k_high) & (low == k_low)
+                if lane == 0:
+                    states[j] = select_(some & (j < width), select_(every, Int32(3), Int32(1)), Int32(0))
+            cute.arch.sync_threads()
+            if own == 0:
+                for c in cutlass.range_constexpr(SCAN // 32):
+                    state = Int32(0)
+                    if c * 32 + lane < width:
+                        state = states[c * 32 + lane]
+                    found = cute.arch.vote_ballot_sync((state & 1) != 0)
+                    place = count + cute.arch.popc(found & ((1 << lane) - 1))
+                    if (state & 1) != 0:
+                        line[1 + place] = 2 * (top - 1 - c * 32 - lane) + (state >> 1)
+                    count = count + cute.arch.popc(found)
+            cute.arch.sync_threads()
+        if tid == 0:
+            line[0] = cutlass.max(count, 1)
+            if count == 0:
+                line[1] = 2 * first
+
+    @cute.jit
+    def _look(self, dense: Any, b: Any, h: Any, row0: Any, here: Any, key0: Any, keys: Any):
+        """Whether the mask lets some row see some key of a tile, and every row every key; by one warp."""
+        lane = cute.arch.lane_idx()
+        some, hidden = Int32(0), Int32(0)
+        for r in cutlass.range(here, unroll=4):
+            line = dense[b, h, row0 + r, None]
+            for c in cutlass.range_constexpr((self.t.keys + 31) // 32):
+                column = 32 * c + lane
+                inside = (key0 + column < keys) & (column < self.t.keys)
+                value = line[cutlass.min(key0 + column, keys - 1)] != Uint8(0)
+                some = some | select_(inside & value, Int32(1), Int32(0))
+                hidden = hidden | select_(inside & (value == Boolean(False)), Int32(1), Int32(0))
+        return cute.arch.vote_any_sync(some != 0), cute.arch.vote_any_sync(hidden != 0) == Boolean(False)
+
+    @cute.jit
+    def _interval(self, ids: Any, b: Any, begin: Any, n: Any, end: Any, most: cutlass.Constexpr):
+        """Least and greatest of n ids from `begin` on, by one warp; of ids of 64 bits, their lower halves: where two ids
+        are equal, so are those."""
+        lane = cute.arch.lane_idx()
+        low, high = Int32(2**31 - 1), Int32(-(2**31))
+        for c in cutlass.range_constexpr((most + 31) // 32):
+            x = ids[b, cutlass.min(begin + cutlass.min(32 * c + lane, n - 1), end - 1)].to(Int32)
+            low, high = cutlass.min(low, x), cutlass.max(high, x)
+        return cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
