@@ -123,12 +123,13 @@ def test_captures_are_read_where_they_change() -> None:
 @pytest.fixture
 def plain_ints(monkeypatch: pytest.MonkeyPatch):
     """The kernel's index arithmetic on Python integers."""
-    from fa_inductor.kernels.sm90 import forward
+    from fa_inductor.kernels.sm90 import forward, prepare
 
-    monkeypatch.setattr(forward, "select_", lambda c, a, b: a if c else b)
-    monkeypatch.setattr(forward, "cutlass", SimpleNamespace(min=min, max=max))
-    monkeypatch.setattr(forward, "Int32", int)
-    monkeypatch.setattr(forward, "cute", SimpleNamespace(arch=SimpleNamespace(make_warp_uniform=lambda x: x)))
+    for module in (forward, prepare):
+        monkeypatch.setattr(module, "select_", lambda c, a, b: a if c else b)
+        monkeypatch.setattr(module, "cutlass", SimpleNamespace(min=min, max=max))
+        monkeypatch.setattr(module, "Int32", int)
+        monkeypatch.setattr(module, "cute", SimpleNamespace(arch=SimpleNamespace(make_warp_uniform=lambda x: x)))
     return object.__new__(forward.ForwardKernel)
 
 

@@ -38,6 +38,8 @@ class Case:
     documents: bool = False
     dense: str = ""
     """Which of b h q k the mask has."""
+    dense_form: str = ""
+    """"" is random, "causal", "blocks": whole tiles are hidden, and others seen whole."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
     score: str = ""
@@ -146,6 +148,11 @@ def build(c: Case) -> Problem:
 
     if c.dense:
         mask = torch.rand(shaped(c.dense), generator=g) < 0.6
+        if c.dense_form == "causal":
+            mask = mask.new_ones(shaped(c.dense)).tril()
+        elif c.dense_form == "blocks":
+            coarse = torch.rand(*shaped(c.dense)[:2], c.rows // 150 + 1, c.keys // 130 + 1, generator=g) < 0.5
+            mask = coarse.repeat_interleave(150, 2).repeat_interleave(130, 3)[..., : c.rows, : c.keys].contiguous()
         mask[..., :1] = True
         atoms.append(Dense(capture(mask)))
         both(mask)
@@ -265,6 +272,9 @@ CASES: dict[str, Case] = _numbered([
     Case("documents", rows=150, keys=150, documents=True, hi=0, empty="zero", dims=(128, 128)),
     Case("documents d64", rows=100, keys=120, documents=True, empty="zero", batch=2),
     Case("dense batch", rows=70, keys=100, dense="bhqk", heads=(2, 2), batch=2, empty="zero"),
+    Case("mask of tiles", rows=200, keys=500, dense="qk", dense_form="causal", sms=2, heads=(2, 1)),
+    Case("mask of blocks", rows=300, keys=400, dense="hqk", dense_form="blocks", heads=(2, 2), dims=(128, 128), empty="zero",
+         padding="right", sms=2),
     Case("sink float32", rows=70, keys=90, sink="float32", heads=(2, 1), dims=(128, 128)),
     Case("sink and padding", rows=64, keys=100, padding="all", batch=2, sink="bfloat16", empty="mean", heads=(2, 1)),
     # Scales, data, strides, layouts.

@@ -61,6 +61,8 @@ class Case:
     """NaN in K and V of padded slots."""
     documents: bool = False
     dense: str = ""
+    dense_form: str = ""
+    """"" is random, "causal", "blocks": whole tiles are hidden, and others seen whole."""
     """Which of b h q k the mask tensor has; "" is none."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
@@ -189,6 +191,11 @@ def inputs(c: Case) -> tuple[Any, ...]:
 
     if c.dense:
         mask = torch.rand(shaped(c.dense), generator=g, device="cuda") < 0.6
+        if c.dense_form == "causal":
+            mask = mask.new_ones(shaped(c.dense)).tril()
+        elif c.dense_form == "blocks":
+            coarse = torch.rand(*shaped(c.dense)[:2], c.rows // 150 + 1, c.keys // 130 + 1, generator=g, device="cuda") < 0.5
+            mask = coarse.repeat_interleave(150, 2).repeat_interleave(130, 3)[..., : c.rows, : c.keys].contiguous()
         if c.empty == "never":
             mask[..., :1] = True
         atoms.append(Dense(capture(mask)))
@@ -405,6 +412,10 @@ def all_cases(quick: bool = False) -> list[Case]:
         rows, keys = rnd.choice(LENGTHS[3:26]), rnd.choice(LENGTHS[3:26])
         add("dense", rows=rows, keys=keys, dims=rnd.choice(DIMS[:3]), dense=rnd.choice(["bhqk", "bqk", "qk", "hqk"]),
             heads=rnd.choice(GROUPS), empty=rnd.choice(["zero", "never"]))
+    for n in range(6 if quick else 24):
+        add("mask of tiles", rows=700 + 31 * n, keys=900 + 17 * n, dims=DIMS[n % 3], dense=["qk", "hqk", "bhqk"][n % 3],
+            dense_form=["causal", "blocks"][n % 2], heads=(4, 2), batch=[2, 40][n % 2], empty=["never", "zero"][n // 2 % 2],
+            padding="right" if n % 4 == 3 else "", hi=[None, 100][n // 4 % 2])
     for _ in range(6 if quick else 30):
         rows = rnd.choice(LENGTHS[5:26])
         add("documents", rows=rows, keys=rows, dims=rnd.choice(DIMS[:3]), documents=True, heads=rnd.choice(GROUPS),
