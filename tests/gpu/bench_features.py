@@ -19,7 +19,8 @@ from triton.testing import do_bench
 
 from fa_inductor.kernels import api
 from fa_inductor.kernels.expr import SCORE, Expr, const, index, load
-from fa_inductor.kernels.record import Attention, Band, Documents, KeyPadding
+from fa_inductor.kernels.record import Attention, Band, Dense, Documents, KeyPadding
+from fa_inductor.kernels.sm90.variant import Tile
 
 Q, K = index("q"), index("k")
 
@@ -28,9 +29,8 @@ def call(op: str, *args: Any) -> Expr:
     return Expr(op, args)
 
 
-def tiles(record: Attention, captures: list[torch.Tensor], seq: int, batch: int) -> int:
+def tiles(record: Attention, captures: list[torch.Tensor], seq: int, batch: int, tile: Tile) -> int:
     """Key tiles that a launch walks, summed over row blocks, heads and batch entries."""
-    tile = api.variant_of(record, captures).tile
     lo = max((a.lo for a in record.mask if isinstance(a, Band) and isinstance(a.lo, int)), default=-seq)
     hi = min((a.hi for a in record.mask if isinstance(a, Band) and isinstance(a.hi, int)), default=seq)
     lengths = [seq] * batch
@@ -54,12 +54,14 @@ def main() -> None:
     for d in map(int, args.dims.split(",")):
         heads = 2048 // d
 
-        def run(name: str, seq: int, record: Attention, captures: list[torch.Tensor], base: str | None, d: int = d) -> None:
+        def run(name: str, seq: int, record: Attention, captures: list[torch.Tensor], base: str | None, d: int = d,
+                walked: Attention | None = None) -> None:
             batch = 16384 // seq
             q, k, v = (torch.randn(batch, seq, record.q_heads, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
                        for _ in range(3))
             ms = do_bench(lambda: api.attention(q, k, v, record, captures), warmup=20, rep=60, return_mode="median")
-            n, tile = tiles(record, captures, seq, batch), api.variant_of(record, captures).tile
+            tile = api.variant_of(record, captures).tile
+            n = tiles(walked or record, captures, seq, batch, tile)
             row = {"dim": d, "seq": seq, "what": name, "ms": ms, "tiles": n, "tile": [tile.rows, tile.keys],
                    "tflops_of_tiles": 4 * n * tile.rows * tile.keys * d / ms / 1e9}
             if base:
@@ -82,6 +84,9 @@ def main() -> None:
         run("ALiBi, causal", s, record(mask=causal, score=alibi), [slopes], "causal")
         bias = torch.randn(1, heads, s, s, device="cuda", dtype=torch.bfloat16)
         run("bias [1, H, S, S]", s, record(score=call("add", SCORE, load(0))), [bias], "plain")
+        seen = torch.ones(1, 1, s, s, device="cuda", dtype=torch.bool).tril()
+        run("mask tensor [S, S], causal", s, record(mask=(Dense(0),), empty_rows="never"), [seen], "causal",
+            walked=record(mask=causal))
         ids = (torch.arange(s, device="cuda") // (s // 4)).int()[None].expand(b, s).contiguous()
         run("documents, causal", s, record(mask=(*causal, Documents(0, 1)), empty_rows="never"), [ids, ids], "causal")
         lengths = torch.linspace(s // 2, s, b, device="cuda").long()
