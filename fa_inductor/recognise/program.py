@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..kernels import expr as ex
 from ..kernels.expr import SCORE, Expr
-from ..kernels.record import Attention
+from ..kernels.record import Attention, Predicate
 from ..prove import (
     AXES,
     Evaluator,
@@ -34,6 +34,7 @@ from .scores import Step
 from .softmax import row_max_of, same
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _NEVER_REACHED = -1e30
 """A lower clamp at or below it leaves every score alone that is not masked."""
 
@@ -335,7 +336,18 @@ class Reader:
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
             dtype=str(val(b.v.node).dtype).removeprefix("torch."), scale=self.scale, score=self.expr, mask=atoms, fill=fill,
             fill_mode=mode, empty_rows=empty, sink=sink, grads=tuple(self.captures.grads))  # type: ignore[arg-type]
+        if val(b.v.node).dtype != torch.float64 and any(map(_beyond_float32, (self.scale, *_constants(record)))):
+            raise Refusal(Code.SCORE_OP, "a number in the scores is beyond the range of float32")
         return Program(record, captures, ints, self.q_factor)
+
+
+def _constants(record: Attention) -> Iterator[Any]:
+    for program in (record.score, *(atom.expr for atom in record.mask if isinstance(atom, Predicate))):
+        yield from (e.args[0] for e in program.walk() if e.op == "const")
+
+
+def _beyond_float32(x: Any) -> bool:
+    return isinstance(x, float) and math.isfinite(x) and abs(x) > _FLOAT32_MAX
 
 
 def _is_row_max_of_keys(step: Step, block: Block) -> bool:
