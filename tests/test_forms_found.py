@@ -94,10 +94,18 @@ def choice_of_two_fractions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores(q, k) + near, -1) @ v
 
 
+def a_fill_that_a_factor_makes_infinite(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With a bias in between, the fill was read as a number; the gradient of keys hidden later was 0 and not NaN."""
+    i = torch.arange(8)
+    s = torch.where(i[:, None] > i, scores(q, k), torch.finfo(q.dtype).min) * 2.0
+    s = added(s, i[:, None] % 2 == i % 2, -INF) + k.detach()
+    return torch.softmax(s, -1) @ v
+
+
 FORMS = [one_tensor_is_keys_and_values, softmax_of_a_softmax, row_maximum_then_exp, row_maximum_between_masks,
          row_maximum_before_a_sink, scores_in_float8, safe_test_along_the_queries, two_masks_added,
          a_mask_added_and_one_filled_in, bias_along_a_part_of_the_heads, lowest_float64_then_a_factor,
-         choice_of_two_fractions]
+         choice_of_two_fractions, a_fill_that_a_factor_makes_infinite]
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -35,6 +35,8 @@ from .softmax import row_max_of, same
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_ABOVE_MASKS = 2.0**24
+"""A tensor that scores are multiplied by is taken to stay below it."""
 _NEVER_REACHED = -1e30
 """A lower clamp at or below it leaves every score alone that is not masked."""
 
@@ -130,6 +132,7 @@ class Reader:
         fits_q = self._rounds_like_q()
         if not fits_q or self.expr != SCORE or any(keys & set(resolve(g)) for g in self.captures.dims(step, other)):
             self._no_shift_yet(step)
+            self._overflows(_ABOVE_MASKS, val(step.node).dtype)
             if other in self.wanted:
                 raise Refusal(Code.GRAD_CAPTURE, f"{other.name} multiplies the scores key by key")
             self.expr = Expr(op, (self.expr, self.captures.load(step, other)))
@@ -143,6 +146,16 @@ class Reader:
         if op == "div":
             factor = self.mat.call(aten.reciprocal.default, factor)
         self.q_factor = factor if self.q_factor is None else self.mat.call(aten.mul.Tensor, self.q_factor, factor)
+
+    def _overflows(self, factor: float, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            Refusal: a number that scores were replaced by becomes infinite.  A row of such scores is NaN, also in the
+                gradient of the keys that a later mask hides, and the record cannot say this.
+        """
+        for e in self.expr.walk():
+            if e.op == "const" and isinstance(e.args[0], float) and math.isinf(rounded(e.args[0] * factor, dtype)):
+                raise Refusal(Code.MASK_FILL, f"{e.args[0]:g} times {factor:g}")
 
     def _rounds_like_q(self) -> bool:
         """Whether Q times a factor, rounded to Q's dtype, loses no more than the user's own scores do.
@@ -158,6 +171,7 @@ class Reader:
         if not math.isfinite(c):
             raise Refusal(Code.SCALE, f"{c}")
         self.masks.multiply(c, val(step.node).dtype)
+        self._overflows(c, val(step.node).dtype)
         if self.expr == SCORE:
             self.scale *= c
         else:
