@@ -102,10 +102,25 @@ def a_fill_that_a_factor_makes_infinite(q: Tensor, k: Tensor, v: Tensor) -> Tens
     return torch.softmax(s, -1) @ v
 
 
+def naive(s: Tensor) -> Tensor:
+    e = s.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def naive_softmax_of_a_filled_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """exp underflows and the row is 0/0; ours was the mean."""
+    return naive(scores(q, k).masked_fill(ROW, -1e4)) @ v
+
+
+def naive_softmax_of_a_masked_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return naive(scores(q, k).masked_fill(ROW, -1e9)) @ v
+
+
 FORMS = [one_tensor_is_keys_and_values, softmax_of_a_softmax, row_maximum_then_exp, row_maximum_between_masks,
          row_maximum_before_a_sink, scores_in_float8, safe_test_along_the_queries, two_masks_added,
          a_mask_added_and_one_filled_in, bias_along_a_part_of_the_heads, lowest_float64_then_a_factor,
-         choice_of_two_fractions, a_fill_that_a_factor_makes_infinite]
+         choice_of_two_fractions, a_fill_that_a_factor_makes_infinite,
+         naive_softmax_of_a_filled_row, naive_softmax_of_a_masked_row]
 
 
 @pytest.mark.parametrize("train", [False, True])

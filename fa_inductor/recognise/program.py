@@ -35,6 +35,8 @@ from .softmax import row_max_of, same
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_EXP_RANGE = 80.0
+"""``exp`` of a number of this size is finite and not 0 in float32."""
 _ABOVE_MASKS = 2.0**24
 """A tensor that scores are multiplied by is taken to stay below it."""
 _NEVER_REACHED = -1e30
@@ -330,6 +332,17 @@ class Reader:
         visible = conjoin(self.ev, [MaskProof((), self.ev.facts.cmp("ge", q - k), False)])
         self.masks.append(visible, (float("-inf"),), "replace")
 
+    def _not_shifted(self) -> None:
+        """``exp`` of the scores themselves: where a fill underflows in a whole row, eager code divides by 0.
+
+        Raises:
+            Refusal: a fill that counts as a score is beyond the range of ``exp``.
+        """
+        for x in _fills(self.expr):
+            if abs(x) > _EXP_RANGE:
+                raise Refusal(Code.MASK_FILL, f"exp({x:g})")
+        self.masks.underflow()
+
     # -- the record --------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Program:
@@ -338,6 +351,8 @@ class Reader:
         atoms: tuple[Any, ...] = ()
         sink = None if b.sink is None else self.captures.sink(b.sink.node in self.wanted)
         captures, ints = self.captures.items, self.captures.ints
+        if b.chain is not None and not b.chain.softmax.shifted:
+            self._not_shifted()
         if self.masks:
             proof = self.masks.together()
             if not proof.nonempty and b.lse is not None and self.masks.only_infinite():
@@ -353,6 +368,13 @@ class Reader:
         if val(b.v.node).dtype != torch.float64 and any(map(_beyond_float32, (self.scale, *_constants(record)))):
             raise Refusal(Code.SCORE_OP, "a number in the scores is beyond the range of float32")
         return Program(record, captures, ints, self.q_factor)
+
+
+def _fills(program: Expr) -> Iterator[float]:
+    """Numbers that take the place of scores."""
+    for e in program.walk():
+        if e.op == "where":
+            yield from (float(a.args[0]) for a in e.args[1:] if a.op == "const")
 
 
 def _constants(record: Attention) -> Iterator[Any]:
