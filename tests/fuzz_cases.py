@@ -12,6 +12,7 @@ import torch
 from forms_support import check_close, up
 from fuzz_programs import Builder, Input, Program
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = [torch.float64] * 8 + [torch.float32, torch.bfloat16]
 RAISES = "compiling or running raises "
@@ -100,7 +101,9 @@ class Case:
 
     def run_eager(self, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Outcome:
         xs = fresh(inputs, dtype)
-        with torch.set_grad_enabled(self.train):
+        # written out: the gradient of the CPU's own SDPA operator is wrong, by a factor of the number of keys, in a row
+        # that is masked as a whole with the lowest float (2.13)
+        with torch.set_grad_enabled(self.train), sdpa_kernel(SDPBackend.MATH):
             outs = list(load(self.program.source())["program"](*xs))
         return [o.detach() for o in outs] + [x.detach() for x in xs], derive([outs], [xs])[0] if self.train else []
 
