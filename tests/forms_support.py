@@ -189,7 +189,8 @@ def check_close(name: str, ours: Tensor, eager: Tensor, exact: Tensor, gradients
     mine, theirs = (o - x).abs(), (e - x).abs()
     assert mine.max() <= MAX_RATIO * theirs.max() + floor * size, (
         f"{name}: max error {mine.max():.2e}, eager {theirs.max():.2e}, values up to {size:.2e}")
-    assert mine.mean() <= MEAN_RATIO * theirs.mean() + floor * size / 16, (
+    # the mean of a few errors is as much a matter of luck as the largest one
+    assert mine.mean() <= MEAN_RATIO * theirs.mean() + floor * size / min(16, ok.sum()), (
         f"{name}: mean error {mine.mean():.2e}, eager {theirs.mean():.2e}")
 
 

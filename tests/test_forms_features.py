@@ -236,3 +236,34 @@ def test_compiled_autograd():
     for x, eager in zip(*leaves, strict=True):
         torch.testing.assert_close(x.grad, eager.grad, atol=1e-5, rtol=1e-4)
     assert sum(t.startswith("fa_inductor.attention_backward") for t in targets) == 1, targets
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("broken", [False, True], ids=["one graph", "graph break"])
+def test_a_causal_mask_is_proved_in_the_graph_that_makes_it(broken, written):
+    """Whisper's training code up to transformers 5.17 draws a number in each layer, whether or not layers are dropped.
+
+    Dynamo breaks the graph there, and the mask comes into the layers' graph as an input: a tensor like any other,
+    nothing of which is known when that graph is compiled.
+    """
+    def layer(x, mask):
+        if broken and torch.rand([]) < 0.0:
+            return x
+        if written:
+            return x + (qk(x, x) * 0.3 + mask).softmax(-1) @ x
+        return x + F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    def model(x):
+        keep = torch.arange(x.shape[2])[:, None] >= torch.arange(x.shape[2])
+        mask = torch.where(keep, 0.0, torch.finfo(x.dtype).min) if written else keep
+        return layer(layer(x, mask), mask)
+
+    (x, *_), compiled = inputs(), Compiled(model)
+    y = x.detach().clone().requires_grad_()
+    with compiling():
+        for fn, leaf in ((compiled.fn, x), (model, y)):
+            fn(leaf).sin().sum().backward()
+        blocks = fa_inductor.report(clear=True).blocks
+    torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-4)
+    kind = "causal" if not broken else "no mask, bias" if written else "mask tensor"
+    assert blocks and {b.words for b in blocks} == {f"{kind}, MHA 4, d8, fp32"}, blocks

@@ -5,8 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from forms_support import Compiled, compiling
+from forms_support import Compiled, check_close, compiling
 from torch import Tensor
+
+import fa_inductor
+from fa_inductor.reasons import Code
 
 INF = float("inf")
 ROW = torch.zeros(8, 8, dtype=torch.bool).index_fill(0, torch.tensor([3]), True)
@@ -77,9 +80,47 @@ def bias_along_a_part_of_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.softmax(s, -1) @ v[:, ::2, None]).reshape(b, h, n, d)
 
 
+def lowest_float64_then_a_factor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The choice between two constants of the score program was made in float32, where this one overflows."""
+    after = torch.arange(8)[:, None] < torch.arange(8)
+    s = scores(q, k) - after.to(q.dtype) * torch.finfo(q.dtype).min
+    return torch.softmax(s * 0.5, -1) @ v
+
+
+def choice_of_two_fractions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, rounded to float32."""
+    i = torch.arange(8)
+    near = torch.where(i[:, None] // 2 == i // 2, torch.full((), 0.3, dtype=q.dtype), torch.full((), -0.1, dtype=q.dtype))
+    return torch.softmax(scores(q, k) + near, -1) @ v
+
+
+def a_fill_that_a_factor_makes_infinite(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With a bias in between, the fill was read as a number; the gradient of keys hidden later was 0 and not NaN."""
+    i = torch.arange(8)
+    s = torch.where(i[:, None] > i, scores(q, k), torch.finfo(q.dtype).min) * 2.0
+    s = added(s, i[:, None] % 2 == i % 2, -INF) + k.detach()
+    return torch.softmax(s, -1) @ v
+
+
+def naive(s: Tensor) -> Tensor:
+    e = s.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def naive_softmax_of_a_filled_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """exp underflows and the row is 0/0; ours was the mean."""
+    return naive(scores(q, k).masked_fill(ROW, -1e4)) @ v
+
+
+def naive_softmax_of_a_masked_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return naive(scores(q, k).masked_fill(ROW, -1e9)) @ v
+
+
 FORMS = [one_tensor_is_keys_and_values, softmax_of_a_softmax, row_maximum_then_exp, row_maximum_between_masks,
          row_maximum_before_a_sink, scores_in_float8, safe_test_along_the_queries, two_masks_added,
-         a_mask_added_and_one_filled_in, bias_along_a_part_of_the_heads]
+         a_mask_added_and_one_filled_in, bias_along_a_part_of_the_heads, lowest_float64_then_a_factor,
+         choice_of_two_fractions, a_fill_that_a_factor_makes_infinite,
+         naive_softmax_of_a_filled_row, naive_softmax_of_a_masked_row]
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -107,3 +148,46 @@ def test_a_factor_that_does_not_fit_into_half_queries() -> None:
         got, want = Compiled(form).fn(*xs), form(*xs)
     assert got.isfinite().all()
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.05)
+
+
+def _added(s: Tensor, big: Tensor) -> Tensor:
+    i = torch.arange(8)
+    return s + torch.where(i[:, None] >= i, torch.zeros((), dtype=s.dtype), big)
+
+
+BEYOND_FLOAT32 = {
+    "added": _added, "filled in": lambda s, big: torch.where(AFTER, big, s), "clamp": lambda s, big: s.clamp(max=1e300),
+    "factor": lambda s, big: s * 1e300,
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("name", BEYOND_FLOAT32)
+def test_numbers_beyond_float32_in_float64_scores(name: str, backend: str) -> None:
+    """Scores are computed in float32 unless the inputs are float64; the compiled program raised at its first run."""
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k).double()
+        return torch.softmax(BEYOND_FLOAT32[name](s, torch.full((), 1e300, dtype=s.dtype)), -1).to(v.dtype) @ v
+
+    g = torch.Generator().manual_seed(1)
+    xs = [torch.randn(2, 4, 8, 8, generator=g) for _ in range(3)]
+    with compiling(validate=False, backend=backend):
+        got = Compiled(form).fn(*xs)
+        blocks = fa_inductor.report().blocks
+    assert [b.reason.code for b in blocks] == [Code.SCORE_OP], blocks
+    torch.testing.assert_close(got, form(*xs), equal_nan=True)
+
+
+def test_a_constant_bias_is_not_rounded_to_half() -> None:
+    """It was, on the CPU: only biases with a tensor in them were kept in float32."""
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(8)
+        near = torch.where(i[:, None] // 2 == i // 2, torch.full((), 30.1), torch.full((), 29.9))
+        return torch.softmax(scores(q, k).float() + near, -1).to(v.dtype) @ v
+
+    g = torch.Generator().manual_seed(1)
+    xs = [torch.randn(2, 4, 8, 8, generator=g).bfloat16() for _ in range(3)]
+    with torch.no_grad(), compiling(validate=False, backend="sdpa"):
+        got = Compiled(form).fn(*xs)
+        assert [b.outcome for b in fa_inductor.report().blocks] == ["rewritten"]
+    check_close("output", got, form(*xs), form(*(x.double() for x in xs)))

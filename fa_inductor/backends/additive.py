@@ -56,7 +56,7 @@ def additive_mask(record: Attention, scope: Scope, dtype: torch.dtype) -> tuple[
         zero = torch.zeros((), dtype=dtype, device=scope.device)
         return torch.where(mask, zero, -math.inf), None
     value, _ = evaluate(rest, scope)
-    bias = value if isinstance(value, Tensor) else torch.full((), value, device=scope.device)
+    bias = value if isinstance(value, Tensor) else scope.tensor(value)
     bias = bias.to(dtype)[(None,) * (4 - bias.dim())]
     if mask is not None:
         dead = torch.where(mask, bias, -math.inf).amax(-1) == -math.inf

@@ -49,12 +49,11 @@ class Inputs:
         self.q = pad_last(unit_stride(q if self.factor == 1.0 else q * self.factor), self.width)
         self.k = pad_last(unit_stride(repeat_heads(k, record.group)), self.width)
         self.v = pad_last(unit_stride(repeat_heads(v, record.group)), self.width)
-        scope = Scope((*q.shape[:3], k.shape[2]), (0, q.shape[2]), captures, ints, q.device)
+        compute = layout.compute_dtype(q.dtype)
+        scope = Scope((*q.shape[:3], k.shape[2]), (0, q.shape[2]), captures, ints, q.device, compute)
         self.causal = band_of(record, ints) == (None, 0)
         rest = without_bands(record) if self.causal else record
-        mask_dtype = q.dtype
-        if q.dtype in (torch.bfloat16, torch.float16) and record.score.loads():
-            mask_dtype = torch.float32  # a score bias is not rounded
+        mask_dtype = q.dtype if record.score == SCORE else compute  # a score bias is not rounded
         needs_care = empty_rows.matters(record) or (record.sink is not None and bool(record.mask))
         self.uniform = (
             forward_only and needs_care and record.empty_rows == "mean" and record.sink is None
@@ -62,8 +61,8 @@ class Inputs:
         )
         if self.uniform:
             mask, self.dead = mask_of(rest, scope), None
-            low = torch.finfo(layout.compute_dtype(q.dtype)).min
-            zero = torch.zeros((), dtype=layout.compute_dtype(q.dtype), device=q.device)
+            low = torch.finfo(compute).min
+            zero = torch.zeros((), dtype=compute, device=q.device)
             self.mask = None if mask is None else torch.where(mask, zero, low)
         else:
             self.mask, self.dead = additive_mask(rest, scope, mask_dtype)

@@ -28,13 +28,15 @@ class Scope:
         captures: tensors broadcastable to ``shape``; used at their own size, never expanded.
         ints: run-time integers.
         device: where index tensors are made.
+        dtype: in which constants are kept that meet no tensor, the choice between two of them for one.
     """
 
     def __init__(
         self, shape: Sequence[int], rows: tuple[int, int], captures: Sequence[Tensor], ints: Sequence[int],
-        device: torch.device,
+        device: torch.device, dtype: torch.dtype = torch.float32,
     ) -> None:
         self.shape, self.rows, self.captures, self.ints, self.device = tuple(shape), rows, captures, ints, device
+        self.dtype = dtype
         self._axes: dict[str, Tensor] = {}
 
     def axis(self, name: str) -> Tensor:
@@ -46,6 +48,10 @@ class Scope:
             size[dim] = stop - start
             self._axes[name] = torch.arange(start, stop, device=self.device).view(size)
         return self._axes[name]
+
+    def tensor(self, value: bool | int | float) -> Tensor:
+        """A constant as a 0-dim tensor."""
+        return torch.full((), value, dtype=self.dtype if isinstance(value, float) else None, device=self.device)
 
     def row_slice(self, t: Tensor) -> Tensor:
         """The part of a capture (trailing dims aligned with [B, Hq, Sq, Sk]) that belongs to these rows."""
@@ -99,15 +105,17 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _apply(op: str, args: Sequence[Any], device: torch.device) -> Value:
+def _apply(op: str, args: Sequence[Any], scope: Scope) -> Value:
     if op == "cast":
         x, dtype = args
         target = getattr(torch, dtype)
-        return x.to(target) if isinstance(x, Tensor) else torch.full((), x, dtype=target, device=device)
+        return x.to(target) if isinstance(x, Tensor) else torch.full((), x, dtype=target, device=scope.device)
     if op == "where":
         cond, a, b = args
         if not isinstance(cond, Tensor):
-            cond = torch.full((), bool(cond), device=device)
+            cond = scope.tensor(bool(cond))
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+            a, b = scope.tensor(a), scope.tensor(b)
         return torch.where(cond, a, b)
     if op in _BINARY:
         return _BINARY[op](*args)
@@ -117,7 +125,7 @@ def _apply(op: str, args: Sequence[Any], device: torch.device) -> Value:
             return -x
         if op == "not":
             return not x
-        x = torch.full((), x, device=device)
+        x = scope.tensor(x)
     return _UNARY[op](x)
 
 
@@ -152,7 +160,7 @@ def evaluate(program: Expr, scope: Scope, score: Tensor | None = None) -> tuple[
         elif e.op == "load":
             value = scope.row_slice(scope.captures[e.args[0]])
         else:
-            value = _apply(e.op, [go(a) if isinstance(a, Expr) else a for a in e.args], scope.device)
+            value = _apply(e.op, [go(a) if isinstance(a, Expr) else a for a in e.args], scope)
         memo[e] = value
         return value
 

@@ -52,7 +52,7 @@ class _Rows:
     ) -> None:
         b, hq, sq, _ = q.shape
         sk = k_t.shape[3]
-        self.record, self.scope = record, Scope((b, hq, sq, sk), rows, captures, ints, q.device)
+        self.record, self.scope = record, Scope((b, hq, sq, sk), rows, captures, ints, q.device, k_t.dtype)
         self.q = q[:, :, rows[0] : rows[1]].to(k_t.dtype)
         raw = group_matmul(self.q, k_t) * record.scale
         value, self.memo = _run_score(record.score, self.scope, raw)
@@ -103,7 +103,7 @@ class _Rows:
 def _run_score(program: Expr, scope: Scope, raw: Tensor) -> tuple[Tensor, dict[Expr, Value]]:
     value, memo = evaluate(program, scope, raw)
     if not isinstance(value, Tensor):
-        value = torch.full((), value, device=raw.device)
+        value = scope.tensor(value)
     return value.expand(raw.shape), memo
 
 

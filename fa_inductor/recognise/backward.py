@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..reasons import Code, Refusal
 from .axes import product, shape_of
@@ -54,7 +54,7 @@ class Joint:
     ids: dict[Node, int]
     position: dict[Node, int]
     backward: set[Node]
-    traced: dict[Hashable, GraphModule | None]
+    traced: dict[Hashable, Graph | None]
 
     @staticmethod
     def of(graph: torch.fx.Graph, backward: set[Node]) -> Joint:
@@ -124,14 +124,14 @@ def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backwa
         key = structure(region, variant)
         if key not in joint.traced:
             joint.traced[key] = trace(region, runner(region, variant, chain_of(block).softmax, block.lse), 3 + region.biases)
-        gm = joint.traced[key]
-        if gm is None:
+        traced = joint.traced[key]
+        if traced is None:
             continue
-        found = _match(gm, region, joint)
+        found = _match(traced, region, joint)
         if found is not None and (best is None or len(found.grads) > len(best.grads)):
             best = found
-            if len(found.grads) == 3:
-                break
+            if len(found.grads) == 3 or found.grads.keys() & {"q", "k"}:
+                break  # these two come through the softmax: this is its form, what is missing the graph does not need
     if best is None:
         raise Refusal(Code.BACKWARD)
     return best
@@ -150,9 +150,9 @@ def gradient_through(operand: Operand, grad: Node, joint: Joint) -> Node:
     key = structure(region, raw)
     if key not in joint.traced:
         joint.traced[key] = trace(region, runner(region, raw, None), 1)
-    gm = joint.traced[key]
-    if gm is not None:
-        ids, output = _number(gm, region, grad, joint)[:2]
+    traced = joint.traced[key]
+    if traced is not None:
+        ids, output = _number(traced, region, grad, joint)[:2]
         real = _real(output[1], ids, joint)
         if real is not None:
             return real
@@ -200,15 +200,15 @@ def _is_view_of(n: Any, replaced: set[Node]) -> bool:
 
 # -- matching --------------------------------------------------------------------------------------------------------
 
-def _match(gm: GraphModule, region: Region, joint: Joint) -> Backward | None:
-    nodes = list(gm.graph.nodes)
+def _match(traced: Graph, region: Region, joint: Joint) -> Backward | None:
+    nodes = list(traced.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     tangent = inputs[-1]
     start: dict[Node, int | None] = {p: joint.ids[r] for p, r in zip(inputs, region.inputs, strict=False)}
     start.pop(tangent, None)
     best: Backward | None = None
     for candidate in _tangents(nodes, tangent, start, joint):
-        ids, output, members = _number(gm, region, candidate, joint)
+        ids, output, members = _number(traced, region, candidate, joint)
         found = [_real(g, ids, joint) for g in output[1:]]
         grads = {name: g for name, g in zip(NAMES, found[:3], strict=True) if g is not None}
         biases = {n: g for n, g in zip(region.inputs[3:], found[3:], strict=False) if g is not None}
@@ -226,10 +226,10 @@ def _real(g: Any, ids: dict[Node, int | None], joint: Joint) -> Node | None:
     return real if real in joint.backward else None
 
 
-def _number(gm: GraphModule, region: Region, candidate: Node, joint: Joint
+def _number(traced: Graph, region: Region, candidate: Node, joint: Joint
             ) -> tuple[dict[Node, int | None], tuple[Any, ...], set[Node]]:
     """Numbers of the traced nodes when the tangent is ``candidate``; the traced outputs; the real nodes met."""
-    nodes = list(gm.graph.nodes)
+    nodes = list(traced.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     ids: dict[Node, int | None] = {p: joint.ids[r] for p, r in zip(inputs, region.inputs, strict=False)}
     ids[inputs[-1]] = joint.ids[candidate]

@@ -2,17 +2,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, Node
 
 from .block import Block, Chain
 from .nodes import CASTS, aten, target, val
 from .postscale import LogSumExp
+from .recorder import Recorder
 from .softmax import Softmax
 
 
@@ -79,27 +79,43 @@ def structure(region: Region, variant: Variant) -> Hashable:
             tuple((str(n.target), enc(n.args), tuple((k, enc(v)) for k, v in n.kwargs.items())) for n in region.nodes))
 
 
-def trace(region: Region, run: Callable[[list[Any]], torch.Tensor], wanted: int) -> GraphModule | None:
+def trace(region: Region, run: Callable[[list[Any]], torch.Tensor], wanted: int) -> Graph | None:
     """Joint graph ``(inputs, tangent) -> (out, gradients of the first inputs)``; None when it has no derivative."""
-    from torch._inductor.decomposition import select_decomp_table
-
     out_val = val(region.out)
     fake_mode = getattr(out_val, "fake_mode", None)
-
-    def joint(inputs: list[Any], tangent: torch.Tensor) -> tuple[Any, ...]:
-        leaves = [x.detach().requires_grad_() if i < wanted and isinstance(x, torch.Tensor) else x
-                  for i, x in enumerate(inputs)]
-        out = run(leaves)
-        grads = torch.autograd.grad(out, leaves[:wanted], tangent, allow_unused=True)
-        return (out, *grads)
-
+    recorder = Recorder()
     try:
-        with torch._guards.tracing(None), fake_mode or contextlib.nullcontext(), torch.enable_grad():
+        with torch._guards.tracing(None), _entered(fake_mode, out_val), torch.enable_grad():
+            inputs = [n.meta["val"] for n in region.inputs]
+            leaves = [x.detach().requires_grad_(i < wanted) if isinstance(x, torch.Tensor) else x
+                      for i, x in enumerate(inputs)]
+            for i, leaf in enumerate(leaves):
+                recorder.placeholder(f"input_{i}", leaf)
             tangent = torch.empty_like(out_val)
-            return make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="real")(
-                [n.meta["val"] for n in region.inputs], tangent)
+            recorder.placeholder("tangent", tangent)
+            with recorder:
+                out = run(leaves)
+                grads = torch.autograd.grad(out, leaves[:wanted], tangent, allow_unused=True)
+            recorder.output((out, *grads))
     except Exception:  # a form autograd cannot differentiate is a miss, not an error of the user
         return None
+    return recorder.graph
+
+
+@contextlib.contextmanager
+def _entered(mode: Any, like: torch.Tensor) -> Iterator[None]:
+    """The fake mode of a tensor, if any; with symbolic sizes its cache costs twice what it saves."""
+    if mode is None:
+        yield
+        return
+    cached = getattr(mode, "cache_enabled", False)
+    if any(isinstance(n, torch.SymInt) for n in like.shape):
+        mode.cache_enabled = False
+    try:
+        with mode:
+            yield
+    finally:
+        mode.cache_enabled = cached
 
 
 def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None

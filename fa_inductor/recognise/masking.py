@@ -107,6 +107,10 @@ class Masks:
         """A row's maximum over the keys is subtracted from it."""
         self._shifted_after = len(self.items)
 
+    def underflow(self) -> None:
+        """No row maximum is subtracted: ``exp`` makes 0 of every fill, as of -inf."""
+        self._map(lambda f: float("-inf"))
+
     def _map(self, f: Callable[[float], float]) -> None:
         for m in self.items:
             m.fills = tuple(dict.fromkeys(f(x) for x in m.fills))

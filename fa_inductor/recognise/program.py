@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..kernels import expr as ex
 from ..kernels.expr import SCORE, Expr
-from ..kernels.record import Attention
+from ..kernels.record import Attention, Predicate
 from ..prove import (
     AXES,
     Evaluator,
@@ -34,6 +34,11 @@ from .scores import Step
 from .softmax import row_max_of, same
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_EXP_RANGE = 80.0
+"""``exp`` of a number of this size is finite and not 0 in float32."""
+_ABOVE_MASKS = 2.0**24
+"""A tensor that scores are multiplied by is taken to stay below it."""
 _NEVER_REACHED = -1e30
 """A lower clamp at or below it leaves every score alone that is not masked."""
 
@@ -129,6 +134,7 @@ class Reader:
         fits_q = self._rounds_like_q()
         if not fits_q or self.expr != SCORE or any(keys & set(resolve(g)) for g in self.captures.dims(step, other)):
             self._no_shift_yet(step)
+            self._overflows(_ABOVE_MASKS, val(step.node).dtype)
             if other in self.wanted:
                 raise Refusal(Code.GRAD_CAPTURE, f"{other.name} multiplies the scores key by key")
             self.expr = Expr(op, (self.expr, self.captures.load(step, other)))
@@ -142,6 +148,16 @@ class Reader:
         if op == "div":
             factor = self.mat.call(aten.reciprocal.default, factor)
         self.q_factor = factor if self.q_factor is None else self.mat.call(aten.mul.Tensor, self.q_factor, factor)
+
+    def _overflows(self, factor: float, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            Refusal: a number that scores were replaced by becomes infinite.  A row of such scores is NaN, also in the
+                gradient of the keys that a later mask hides, and the record cannot say this.
+        """
+        for e in self.expr.walk():
+            if e.op == "const" and isinstance(e.args[0], float) and math.isinf(rounded(e.args[0] * factor, dtype)):
+                raise Refusal(Code.MASK_FILL, f"{e.args[0]:g} times {factor:g}")
 
     def _rounds_like_q(self) -> bool:
         """Whether Q times a factor, rounded to Q's dtype, loses no more than the user's own scores do.
@@ -157,6 +173,7 @@ class Reader:
         if not math.isfinite(c):
             raise Refusal(Code.SCALE, f"{c}")
         self.masks.multiply(c, val(step.node).dtype)
+        self._overflows(c, val(step.node).dtype)
         if self.expr == SCORE:
             self.scale *= c
         else:
@@ -315,6 +332,17 @@ class Reader:
         visible = conjoin(self.ev, [MaskProof((), self.ev.facts.cmp("ge", q - k), False)])
         self.masks.append(visible, (float("-inf"),), "replace")
 
+    def _not_shifted(self) -> None:
+        """``exp`` of the scores themselves: where a fill underflows in a whole row, eager code divides by 0.
+
+        Raises:
+            Refusal: a fill that counts as a score is beyond the range of ``exp``.
+        """
+        for x in _fills(self.expr):
+            if abs(x) > _EXP_RANGE:
+                raise Refusal(Code.MASK_FILL, f"exp({x:g})")
+        self.masks.underflow()
+
     # -- the record --------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Program:
@@ -323,6 +351,8 @@ class Reader:
         atoms: tuple[Any, ...] = ()
         sink = None if b.sink is None else self.captures.sink(b.sink.node in self.wanted)
         captures, ints = self.captures.items, self.captures.ints
+        if b.chain is not None and not b.chain.softmax.shifted:
+            self._not_shifted()
         if self.masks:
             proof = self.masks.together()
             if not proof.nonempty and b.lse is not None and self.masks.only_infinite():
@@ -335,7 +365,25 @@ class Reader:
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
             dtype=str(val(b.v.node).dtype).removeprefix("torch."), scale=self.scale, score=self.expr, mask=atoms, fill=fill,
             fill_mode=mode, empty_rows=empty, sink=sink, grads=tuple(self.captures.grads))  # type: ignore[arg-type]
+        if val(b.v.node).dtype != torch.float64 and any(map(_beyond_float32, (self.scale, *_constants(record)))):
+            raise Refusal(Code.SCORE_OP, "a number in the scores is beyond the range of float32")
         return Program(record, captures, ints, self.q_factor)
+
+
+def _fills(program: Expr) -> Iterator[float]:
+    """Numbers that take the place of scores."""
+    for e in program.walk():
+        if e.op == "where":
+            yield from (float(a.args[0]) for a in e.args[1:] if a.op == "const")
+
+
+def _constants(record: Attention) -> Iterator[Any]:
+    for program in (record.score, *(atom.expr for atom in record.mask if isinstance(atom, Predicate))):
+        yield from (e.args[0] for e in program.walk() if e.op == "const")
+
+
+def _beyond_float32(x: Any) -> bool:
+    return isinstance(x, float) and math.isfinite(x) and abs(x) > _FLOAT32_MAX
 
 
 def _is_row_max_of_keys(step: Step, block: Block) -> bool:

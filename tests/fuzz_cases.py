@@ -1,0 +1,164 @@
+"""One random program with values: its inputs, what eager code makes of them, and whether other results are right."""
+from __future__ import annotations
+
+import linecache
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from forms_support import check_close, up
+from fuzz_programs import Builder, Input, Program
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+DTYPES = [torch.float64] * 8 + [torch.float32, torch.bfloat16]
+RAISES = "compiling or running raises "
+Outcome = tuple[list[Tensor], list[Tensor | None]]
+"""Outputs and then the inputs as the program left them; gradients of the inputs that want one."""
+
+
+@lru_cache(maxsize=64)
+def load(text: str) -> dict[str, Any]:
+    """The functions of a source text, which tracebacks and reports can quote."""
+    file = f"<fuzz {zlib.crc32(text.encode()):08x}>"
+    if len(linecache.cache) > 2000:
+        linecache.clearcache()
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "up": up}
+    exec(compile(text, file, "exec"), space)
+    return space
+
+
+def make(i: Input, sizes: dict[str, int], dtype: torch.dtype, train: bool, g: torch.Generator) -> Tensor:
+    shape = [sizes[c] for c in i.letters]
+    if i.kind == "float":
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(i.grad and train)
+    if i.kind == "int":
+        return torch.randint(0, 2, shape, generator=g) * 2
+    if i.kind == "length":
+        return torch.randint(1, sizes["k"] + 1, shape, generator=g)
+    mask = torch.rand(shape, generator=g) < 0.7
+    if i.kind == "hole":
+        mask.view(-1, mask.shape[-1])[0] = False
+    else:
+        mask[..., 0] = True
+    return torch.zeros(shape, dtype=dtype).masked_fill(~mask, float("-inf")) if i.kind == "additive" else mask
+
+
+def other_sizes(sizes: dict[str, int]) -> dict[str, int]:
+    """For a second call of a dynamic graph: other batch and lengths, equal where they were."""
+    b, q, k = sizes["b"] * 3, sizes["q"] + 6, sizes["k"] + 6
+    return {**sizes, "b": b, "q": q, "k": k, "n": b * sizes["h"]}
+
+
+def tangents(out: Sequence[Tensor]) -> list[Tensor | None]:
+    """One for each output that can have one, the same each time; None where nothing is differentiated."""
+    g = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.dtype) if o.is_floating_point() else None
+             for o in out]
+    return [t if o.requires_grad else None for o, t in zip(out, drawn, strict=True)]
+
+
+def derive(outs: Sequence[Sequence[Tensor]], inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
+    """Gradients of all programs' inputs that want one, in one backward."""
+    pairs = [(o, t) for out in outs for o, t in zip(out, tangents(out), strict=True) if t is not None]
+    wanted = [[x for x in xs if x.requires_grad] for xs in inputs]
+    flat = [x for xs in wanted for x in xs]
+    if not pairs or not flat:
+        return [[None] * len(xs) for xs in wanted]
+    grads = iter(torch.autograd.grad([o for o, _ in pairs], flat, [t for _, t in pairs], allow_unused=True))
+    return [[next(grads) for _ in xs] for xs in wanted]
+
+
+def fresh(inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Leaves of the same values, since a program may write to its inputs."""
+    return [x.detach().clone().to(dtype if dtype and x.is_floating_point() else x.dtype).requires_grad_(x.requires_grad)
+            for x in inputs]
+
+
+@dataclass
+class Case:
+    """A program with values."""
+
+    program: Program
+    dtype: torch.dtype
+    train: bool
+    dynamic: bool
+    choices: list[int] = field(default_factory=list)
+    traced: bool = False
+    """Run without Dynamo and AOTAutograd."""
+    inputs: list[list[Tensor]] = field(default_factory=list)
+    """One list for each call."""
+    eager: list[Outcome] = field(default_factory=list)
+    """What the program's own code gives for each call; ``exact`` in float64."""
+    exact: list[Outcome] = field(default_factory=list)
+    codes: list[str] = field(default_factory=list)
+    """Filled in by a run: what the report says of each block of the program."""
+    error: str = ""
+
+    def run_eager(self, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> Outcome:
+        xs = fresh(inputs, dtype)
+        # written out: the gradient of the CPU's own SDPA operator is wrong, by a factor of the number of keys, in a row
+        # that is masked as a whole with the lowest float (2.13)
+        with torch.set_grad_enabled(self.train), sdpa_kernel(SDPBackend.MATH):
+            outs = list(load(self.program.source())["program"](*xs))
+        return [o.detach() for o in outs] + [x.detach() for x in xs], derive([outs], [xs])[0] if self.train else []
+
+    def valid(self) -> bool:
+        """Draws the inputs; whether the program runs on them at all, and computes something worth comparing."""
+        sizes = [self.program.sizes] + [other_sizes(self.program.sizes)] * self.dynamic
+        g = torch.Generator().manual_seed(zlib.crc32(self.program.source().encode()))
+        self.inputs = [[make(i, s, self.dtype, self.train, g) for i in self.program.inputs] for s in sizes]
+        try:
+            self.eager = [self.run_eager(xs) for xs in self.inputs]
+            self.exact = self.eager if self.dtype == torch.float64 else [
+                self.run_eager(xs, torch.float64) for xs in self.inputs]
+        except (RuntimeError, IndexError, ValueError, AttributeError, TypeError):
+            return False
+        return True
+
+    def judge(self, ours: Outcome, call: int) -> str:
+        """What is wrong with the results of the compiled program; empty when nothing is."""
+        eager, exact = self.eager[call], self.exact[call]
+        finite = [float(x[x.isfinite()].abs().max()) for x in exact[1] if x is not None and x.isfinite().any()]
+        size = max(finite, default=0.0)
+        try:
+            for kind, *parts in (("output", ours[0], eager[0], exact[0]), ("gradient", ours[1], eager[1], exact[1])):
+                for i, (o, e, x) in enumerate(zip(*parts, strict=True)):
+                    self._close(f"{kind} {i}", o, e, x, size if kind == "gradient" else None)
+        except AssertionError as e:
+            return str(e)
+        return ""
+
+    def _close(self, name: str, ours: Tensor | None, eager: Tensor | None, exact: Tensor | None,
+               size: float | None) -> None:
+        if ours is None or eager is None or exact is None:
+            # a gradient of zeros may stand for none
+            rest = [t for t in (ours, eager) if t is not None]
+            assert not any(bool(t.ne(0).any()) for t in rest), f"{name}: missing, or should be"
+            return
+        if self.dtype != torch.float64:
+            return check_close(name, ours, eager, exact, size)
+        assert ours.shape == eager.shape and ours.dtype == eager.dtype, f"{name}: {ours.shape} {ours.dtype}"
+        if not ours.dtype.is_floating_point:
+            assert torch.equal(ours, eager), name
+            return
+        assert torch.equal(ours.isnan(), eager.isnan()), f"{name}: NaN at other places than eager"
+        assert torch.equal(ours.isinf(), eager.isinf()), f"{name}: Inf at other places than eager"
+        ok = eager.isfinite()
+        if ok.any():
+            error = float((ours - eager)[ok].abs().max())
+            top = max(float(eager[ok].abs().max()), size or 0.0, 1.0)
+            assert error <= (1e-4 if self.program.loose else 1e-8) * top, f"{name}: error {error:.2e}, values to {top:.2e}"
+
+
+def case_of(build: Builder, train: bool, dynamic: bool, dtype: torch.dtype | None = None) -> Case:
+    return Case(build.build(), dtype or build.c.pick(DTYPES), train, dynamic, getattr(build.c, "taken", []))
+
+
+def raised(e: Exception) -> str:
+    """An exception as what is wrong with a case."""
+    return f"{RAISES}{type(e).__name__}: {str(e)[:300]}"
