@@ -108,6 +108,8 @@ class _Pass:
             self._record(plan)
         except Refusal as r:
             plan.reason = r.reason
+        except Undecided as e:
+            plan.reason = Reason(Code.RANK, str(e))
         except Exception as e:
             log.warning("an attention block could not be analysed and was left alone", exc_info=True)
             plan.reason = Reason(Code.INTERNAL, f"{type(e).__name__}: {e}")

@@ -25,7 +25,7 @@ from torch.utils._sympy.functions import Min as TorchMin
 
 from .simplify import Facts
 from .trees import Trees
-from .values import Apply, Cast, Leaf, Load, Opaque, Poly, Tree, Undecided, Value
+from .values import AXIS_SET, Apply, Cast, Leaf, Load, Opaque, Poly, Tree, Undecided, Value
 
 Handler = Callable[["Evaluator", fx.Node, tuple[Poly, ...]], Value]
 HANDLERS: dict[Any, Handler] = {}
@@ -62,13 +62,15 @@ class Evaluator:
     """Evaluates nodes for one score matrix shape; share it over all layers of a graph that have this shape.
 
     Raises:
-        Undecided: a size is no polynomial or quotient of size symbols.
+        Undecided: a size is no integer.
     """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.facts = Facts()
         self.trees = Trees(self.facts)
+        self.opaque: dict[Any, Any] = {}
+        """Symbols that stand for an expression of the ShapeEnv, of which nothing else is known."""
         self._guards_read = 0
         self.facts.set_sizes(*(self.integer(n) for n in (ctx.batch, ctx.heads, ctx.q_len, ctx.k_len)))
         self.origins: dict[Tree, tuple[fx.Node, tuple[Poly, ...]]] = {}
@@ -122,6 +124,18 @@ class Evaluator:
             self.facts.assume(larger - int(isinstance(e, sympy.Gt | sympy.Lt)))
 
     def from_sympy(self, e: Any) -> Poly:
+        """A sympy expression over size symbols; a part outside the normal form is a symbol of its own (`opaque`)."""
+        try:
+            return self._polynomial(e)
+        except Undecided:
+            if e.is_integer is not True or e.free_symbols & AXIS_SET:
+                raise
+        symbol = sympy.Symbol(f"<{e}>", integer=True)
+        self.opaque[symbol] = e
+        self.facts.learn(symbol, 1 if e.is_positive else 0 if e.is_nonnegative else None, None)
+        return Poly.of(symbol)
+
+    def _polynomial(self, e: Any) -> Poly:
         facts = self.facts
         if isinstance(e, sympy.Symbol):
             return Poly.of(e)

@@ -39,6 +39,7 @@ from .values import (
     Pred,
     Select,
     Tree,
+    Undecided,
     axes_of,
     trees_of,
 )
@@ -127,6 +128,7 @@ class Materialiser:
 
     def _symbol(self, s: sympy.Symbol) -> fx.Node:
         """A node that holds this size symbol, or the size of a tensor that has it."""
+        s = self.ev.opaque.get(s, s)
         for node in self.graph.nodes:
             if node is self.insert_before:
                 break
@@ -141,7 +143,7 @@ class Materialiser:
                 for d, n in enumerate(val.shape):
                     if isinstance(n, torch.SymInt) and n.node.expr == s:
                         return self.call(aten.sym_size.int, node, d)
-        raise LookupError(f"no node of the graph tells the size {s}")
+        raise Undecided(f"no node of the graph tells the size {s}")
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
