@@ -5,8 +5,8 @@ that the DSL exports.  No pickle.  The folder belongs to the user alone (0700, o
 loaded only after its digest was checked, files appear at once (`os.replace`), and one process compiles a key while
 others wait.  Whatever is damaged, foreign or not writable is a miss, never an error.
 
-The folder is ``FA_INDUCTOR_KERNEL_CACHE_DIR``, else ``fa_inductor/kernels`` in the user's cache folder.  Off unless
-``FA_INDUCTOR_KERNEL_CACHE`` is 1: loading from disk was never run on a GPU.
+The folder is ``FA_INDUCTOR_KERNEL_CACHE_DIR``, else ``fa_inductor/kernels`` in the user's cache folder.  Off where
+``FA_INDUCTOR_KERNEL_CACHE`` is 0.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOCK_SECONDS = 120.0
 
 
 def enabled() -> bool:
-    return os.environ.get("FA_INDUCTOR_KERNEL_CACHE", "") == "1"
+    return os.environ.get("FA_INDUCTOR_KERNEL_CACHE", "") != "0"
 
 
 def folder() -> Path:

@@ -27,7 +27,7 @@ class Kernel:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FA_INDUCTOR_KERNEL_CACHE", "1")
+    monkeypatch.delenv("FA_INDUCTOR_KERNEL_CACHE", raising=False)
     monkeypatch.setenv("FA_INDUCTOR_KERNEL_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(cache, "_open", lambda payload, near: Kernel(payload.decode()))
     return tmp_path / "kernels"
@@ -56,9 +56,11 @@ def test_the_second_time_it_is_loaded(root: Path) -> None:
     assert sorted(p.suffix for p in root.glob("*/*")) == [".lock", ".lock", ".o", ".o"], "nothing temporary is left"
 
 
-def test_it_is_off_by_default(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FA_INDUCTOR_KERNEL_CACHE")
+def test_it_is_on_unless_turned_off(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA_INDUCTOR_KERNEL_CACHE", "0")
     assert get() == ("compiled", True) and not root.exists()
+    monkeypatch.delenv("FA_INDUCTOR_KERNEL_CACHE")
+    assert get() == ("compiled", True) and get(made="again") == ("compiled", False)
 
 
 def test_the_folder_and_its_files_are_private(root: Path) -> None:

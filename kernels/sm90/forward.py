@@ -77,7 +77,11 @@ class ForwardKernel(Prepare):
         q = cute.tile_to_shape(self._atom(v.dim, False), (64, v.dim, self.nwg), order=(0, 1, 2))
         k = cute.tile_to_shape(self._atom(v.dim, False), (t.keys, v.dim, t.stages), order=(0, 1, 2))
         vv = cute.tile_to_shape(self._atom(v.dim_v, True), (v.dim_v, t.keys, t.stages), order=(1, 0, 2))
-        o = cute.tile_to_shape(self._atom(v.dim_v, False), (64, v.dim_v, self.nwg), order=(0, 1, 2))
+        # Where O shares the memory of Q, each warpgroup's O lies in its own Q: the others may still be read.
+        one = cute.tile_to_shape(self._atom(v.dim_v, False), (64, v.dim_v), order=(0, 1))
+        apart = 64 * (v.dim_v if t.own_o else v.dim)
+        o = cute.make_composed_layout(one.inner, one.offset, cute.make_layout(
+            (*one.outer.shape, self.nwg), stride=(*one.outer.stride, apart)))
         return q, k, vv, o
 
     def _mmas(self) -> tuple[Any, Any]:

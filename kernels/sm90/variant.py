@@ -45,14 +45,14 @@ class Tile:
         return self.rows // 64
 
 
-# First that fits: (head dim of QK^T at most, of V at most, what it is for) -> tile.  TFLOP/s: H200, bf16, 16k tokens.
+# First that fits: (head dim of QK^T at most, of V at most, what it is for) -> tile.  TFLOP/s: H200, bf16, 16k tokens; those
+# of one row are of one run.
 _TILES: tuple[tuple[int, int, str, Tile], ...] = (
     (128, 128, "captures", Tile(128, 96, 2, 240, 24, True, True,
                                 "ptxas loads a whole tile of a capture ahead; with 128 keys that spills; 2026-11-29")),
     (256, 256, "captures", Tile(128, 48, 2, 240, 24, True, False, "as above; 2026-11-29")),
-    (64, 64, "", Tile(192, 128, 2, 160, 32, False, True,
-                        "the exponentials are the limit and three warpgroups fill each other's gaps: s4096 518 without "
-                        "and 510 with turns, 128 rows 419, 112 keys 453; 144 keys spill; 2026-11-29")),
+    (64, 64, "", Tile(192, 128, 2, 160, 32, True, True,
+                        "s4096 507 and causal 453 with turns, 488 and 436 without; 128 rows 405 to 417; 144 keys spill; 2026-11-30")),
     (96, 96, "", Tile(128, 128, 2, 240, 24, True, True,
                         "s4096 586, 160 keys 513, 192 keys 478; 192 rows spill with P in registers; 2026-11-29")),
     (128, 128, "band", Tile(128, 128, 2, 240, 24, True, True, "less waste on the diagonal")),
@@ -61,10 +61,9 @@ _TILES: tuple[tuple[int, int, str, Tile], ...] = (
                           "2026-11-30")),
     (192, 128, "", Tile(128, 112, 2, 240, 24, True, True, "all that fits 227 KiB with O in its own memory; not tuned")),
     (192, 192, "", Tile(128, 96, 2, 240, 24, False, False, "O 96 registers; not tuned")),
-    (256, 256, "band", Tile(128, 64, 2, 240, 24, True, False,
-                          "less waste on the diagonal: causal s4096 698, 80 keys 667; 2026-11-29")),
     (256, 256, "", Tile(128, 80, 2, 240, 24, False, False,
-                          "s4096 712 and s16384 746, with turns 728 and 667; 224 KiB of shared memory; 2026-11-29")),
+                          "s4096 698, s16384 735, causal 647 and 701; 64 keys with turns: causal 646 and 681, 80 with turns: 642 "
+                          "and 652; 224 KiB of shared memory; 2026-11-30")),
 )
 
 

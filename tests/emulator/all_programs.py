@@ -23,7 +23,9 @@ def by_name() -> dict[str, Program]:
 
 
 def form_of(kind: str) -> str:
-    """An opcode with its modifiers, without cache hints, the uniformity of a branch, and spellings of one state space."""
+    """An opcode with its modifiers, without cache hints, the uniformity of a branch, and spellings of one state space or of
+    one move of bits."""
+    kind = {"mov.f32": "mov.b32"}.get(kind, kind)
     drop = ("uni", "L2::cache_hint", "tile")
     words = [{"shared::cta": "shared", "shared::cluster": "shared", "2d": "3d", "4d": "3d"}.get(w, w) for w in kind.split(".")]
     return ".".join(w for w in words if w not in drop)

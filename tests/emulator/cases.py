@@ -272,9 +272,6 @@ CASES: dict[str, Case] = _numbered([
     Case("documents", rows=150, keys=150, documents=True, hi=0, empty="zero", dims=(128, 128)),
     Case("documents d64", rows=100, keys=120, documents=True, empty="zero", batch=2),
     Case("dense batch", rows=70, keys=100, dense="bhqk", heads=(2, 2), batch=2, empty="zero"),
-    Case("mask of tiles", rows=200, keys=500, dense="qk", dense_form="causal", sms=2, heads=(2, 1)),
-    Case("mask of blocks", rows=300, keys=400, dense="hqk", dense_form="blocks", heads=(2, 2), dims=(128, 128), empty="zero",
-         padding="right", sms=2),
     Case("sink float32", rows=70, keys=90, sink="float32", heads=(2, 1), dims=(128, 128)),
     Case("sink and padding", rows=64, keys=100, padding="all", batch=2, sink="bfloat16", empty="mean", heads=(2, 1)),
     # Scales, data, strides, layouts.
@@ -287,5 +284,11 @@ CASES: dict[str, Case] = _numbered([
     Case("many heads", rows=40, keys=50, heads=(12, 1), dims=(32, 32)),
     Case("persistent", rows=128, keys=64, heads=(4, 2), batch=2, dims=(32, 32), dtype="float16", sms=3),
     Case("persistent causal", rows=256, keys=256, heads=(2, 1), hi=0, dims=(128, 128), sms=2),
+    # The place of a case is its seed: new ones come last.
+    Case("mask of tiles", rows=200, keys=500, dense="qk", dense_form="causal", sms=2, heads=(2, 1)),
+    Case("mask of blocks", rows=300, keys=400, dense="hqk", dense_form="blocks", heads=(2, 2), dims=(128, 128), empty="zero",
+         padding="right", sms=2),
+    Case("wide keys bias", rows=200, keys=150, dims=(192, 128), bias="qk", sms=1, heads=(2, 1)),
+    Case("wide keys", rows=200, keys=150, dims=(256, 64), hi=0, sms=1, heads=(2, 1)),
 ])
 CI = list(CASES)[:12]

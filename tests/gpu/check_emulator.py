@@ -30,6 +30,7 @@ from check_forward import version  # noqa: E402
 from emulator import driver  # noqa: E402
 from emulator.all_programs import by_name  # noqa: E402
 from emulator.cases import CASES, build  # noqa: E402
+from emulator.compare import kernel_sources  # noqa: E402
 from emulator.digest import definition, of_program, of_tensor  # noqa: E402
 from emulator.judge import verdict  # noqa: E402
 
@@ -116,10 +117,12 @@ def as_text(report: dict[str, Any]) -> str:
 def left_of(path: Path | None) -> dict[str, Any]:
     """What of an earlier file still holds: results of programs as they are now, and of cases that exist."""
     if path is None or not path.exists():
-        return {"what": WHAT, "runs": [], "programs": {}, "cases": {}}
+        return {"what": WHAT, "kernel": kernel_sources(), "runs": [], "programs": {}, "cases": {}}
     every, report = by_name(), json.loads(path.read_text())
     report["programs"] = {n: r for n, r in report["programs"].items() if n in every and r.get("of") == definition(every[n])}
-    report["cases"] = {n: r for n, r in report["cases"].items() if n in CASES and "error" not in r}
+    old, report["kernel"] = report.get("kernel"), kernel_sources()
+    report["cases"] = {n: r for n, r in report["cases"].items()
+                       if n in CASES and "error" not in r and old == report["kernel"]}
     return report
 
 
