@@ -660,8 +660,7 @@ class ForwardKernel(Prepare):
         if const_expr(v.has_program):
             self.program(s, captures, ints, scale, b, h, row0, key0 + column, rows, keys)
         elif const_expr(v.premultiply):
-            for e in cutlass.range_constexpr(t.keys // 2):
-                s[e] = s[e] * scale
+            _scale(s, scale, scale)
         if const_expr(v.listed):
             if not_(full):
                 if const_expr(v.dense):

@@ -19,6 +19,7 @@ from .variant import Capture
 
 LOG2E = math.log2(math.e)
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
 _CASTS = {
     "float32": Float32, "float64": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16,
     "int32": Int32, "int64": Int64, "bool": Boolean,
@@ -59,6 +60,37 @@ class Emitter:
         if key not in self._memo:
             self._memo[key] = _typed(self._emit(e, row, column, score))
         return self._memo[key]
+
+    def slope(self, e: Expr) -> int | None:
+        """By how much an integer node grows from one key to the next, None where that is no constant."""
+        match e.op:
+            case "index":
+                return 1 if e.args[0] == "k" else 0
+            case "sym":
+                return 0
+            case "const":
+                return 0 if type(e.args[0]) is int else None
+            case "load":
+                capture = self.captures[e.args[0]]
+                return 0 if capture.dtype in INTEGERS and "k" not in capture.axes else None
+            case "neg":
+                x = self.slope(e.args[0])
+                return None if x is None else -x
+            case "add" | "sub":
+                x, y = self.slope(e.args[0]), self.slope(e.args[1])
+                return None if x is None or y is None else x + y if e.op == "add" else x - y
+        return None
+
+    def _as_float(self, e: Expr, row: Any, column: Any, value: Any) -> Any:
+        """`value` of node `e` as a float32.  Of an integer that grows evenly along the keys only the first in the tile is
+        converted, which takes as long as an exponential; exact as far as float32 holds integers."""
+        step = None if _is_float(value) or isinstance(value, Boolean) else self.slope(e)
+        if not step:
+            return as_float(value)
+        key = ("float", e, row[0] if "q" in self.axes(e) else None)
+        if key not in self._memo:
+            self._memo[key] = as_float(self(e, row, (0, self.col0), None))
+        return self._memo[key] + Float32(step * column[0])
 
     def _load(self, n: int, row: Any, column: Any) -> Any:
         capture, tensor = self.captures[n], self.tensors[n]
@@ -107,12 +139,15 @@ class Emitter:
                 return as_float(self(e.args[0], row, column, score)) * (1.0 / e.args[1].args[0])
             case "cast":
                 x, kind = self(e.args[0], row, column, score), e.args[1]
-                return _cast(x, kind)
+                return _cast(self._as_float(e.args[0], row, column, x) if kind in _FLOATS else x, kind)
             case "where":
                 c, x, y = (self(a, row, column, score) for a in e.args)
                 x, y = _common(x, y)
                 return select_(as_bool(c), x, y)
-        return _OPS[e.op](*(self(a, row, column, score) for a in e.args))
+        values = [self(a, row, column, score) for a in e.args]
+        if any(map(_is_float, values)):
+            values = [self._as_float(a, row, column, x) for a, x in zip(e.args, values, strict=True)]
+        return _OPS[e.op](*values)
 
 
 # What one load of a capture gives, by its size; the bits are taken apart in `_decode`.
