@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_MEASURED = "not measured"
+PEERS = ("cudnn", "fa3", "fa4_cute")
 BACKENDS: dict[str, str] = {"kernels sm_90": "kernel", "sdpa": "PyTorch SDPA"}
 """What the README calls the backends of a report."""
 Load = Callable[[str], Any]
@@ -35,7 +37,7 @@ def source(data: dict[str, Any], *names: str) -> str:
 
 
 def forward_speed(load: Load) -> str:
-    """TFLOP/s of the forward kernel, of cuDNN and of FlashAttention-3, and ours as a part of the best of those two."""
+    """TFLOP/s of the forward kernel and of its peers, and ours as a part of the best of those."""
     data = load("kernels_forward_bench_h200.json")
     if data is None:
         return f"Forward kernel: {NOT_MEASURED}."
@@ -47,18 +49,41 @@ def forward_speed(load: Load) -> str:
         cell[row["provider"]] = row["tflops"]
 
     def cells(by: dict[str, float]) -> list[str]:
-        ours, peers = by.get("fa_inductor"), [by[p] for p in ("cudnn", "fa3") if p in by]
-        each = " / ".join(f"{by[p]:.0f}" if p in by else NOT_MEASURED for p in ("fa_inductor", "cudnn", "fa3"))
-        return [each, f"{ours / max(peers):.2f}" if ours and peers else NOT_MEASURED]
+        ours, peers = by.get("fa_inductor"), [by[p] for p in PEERS if p in by]
+        each = " / ".join(f"{by[p]:.0f}" if p in by else NOT_MEASURED for p in ("fa_inductor", *PEERS))
+        if ours and peers:
+            ratios.append(ours / max(peers))
+            return [each, f"{ratios[-1]:.2f}"]
+        return [each, NOT_MEASURED]
 
+    ratios: list[float] = []
     rows = [[str(d), str(s), *cells(by.get("full", {})), *cells(by.get("causal", {}))]
             for (d, s), by in sorted(speed.items())]
     version = str(data["cudnn"])
     return "\n\n".join([
         f"Forward kernel, bfloat16, 16k tokens, hidden size 2048, TFLOP/s.  FA3 is FlashAttention-3; cuDNN is "
-        f"{int(version[:-4])}.{int(version[-4:-2])}.{int(version[-2:])}; the ratio is to the faster of the two.",
-        table(["head dim", "length", "no mask: ours / cuDNN / FA3", "ratio", "causal: ours / cuDNN / FA3", "ratio"], rows),
-        source(data, "kernels_forward_bench_h200.json")])
+        f"{int(version[:-4])}.{int(version[-4:-2])}.{int(version[-2:])}, FA4 is flash-attn-4 on its Hopper path; the ratio is "
+        f"to the fastest of the three, {math.prod(ratios) ** (1 / max(1, len(ratios))):.2f} in the geometric mean.",
+        table(["head dim", "length", "no mask: ours / cuDNN / FA3 / FA4", "ratio", "causal: ours / cuDNN / FA3 / FA4", "ratio"],
+              rows),
+        " ".join(filter(None, (source(data, "kernels_forward_bench_h200.json"), data.get("note"))))])
+
+
+def features_speed(load: Load) -> str:
+    """What masks and score programs cost for each key tile that is walked."""
+    data = load("kernels_features_h200.json")
+    if data is None:
+        return f"Masks and score programs: {NOT_MEASURED}."
+    dims = sorted({r["dim"] for r in data["rows"]})
+    cell = {(r["what"], r["seq"], r["dim"]): r for r in data["rows"] if "beside" in r and r["what"] != "causal"}
+    rows = [[what, str(seq), cell[what, seq, dims[0]]["beside"],
+             *(f"{r['per_tile']:.2f}, {r['times_as_fast']:.2f} ×" for d in dims if (r := cell.get((what, seq, d))))]
+            for what, seq in dict.fromkeys((w, s) for w, s, _ in cell)]
+    return "\n\n".join([
+        "Masks and score programs beside our own plain or causal attention, bfloat16, 16k tokens: speed for each key tile that "
+        "some row of a query tile sees, and how many times as fast the call is.",
+        table(["what", "length", "beside", *(f"head dim {d}" for d in dims)], rows),
+        " ".join(filter(None, (source(data, "kernels_features_h200.json"), data.get("note"))))])
 
 
 def forward_checks(load: Load) -> str:
@@ -67,7 +92,16 @@ def forward_checks(load: Load) -> str:
     if data is None:
         return f"- Forward kernel against float64: {NOT_MEASURED}."
     return (f"- Forward kernel against float64: {data['passed']} of {data['cases']} cases passed, "
-            f"{data['variants']} kernel variants.  {source(data, name)}")
+            f"{data['variants']} kernel variants.  {source(data, name)}" + ("  " + data["note"] if "note" in data else "")
+            + sanitizer(load("compute_sanitizer_h200.json")))
+
+
+def sanitizer(data: Any) -> str:
+    if data is None:
+        return ""
+    return (f"\n- `compute-sanitizer` on {data['cases']} of them: memcheck {data['memcheck']['device_errors']} and synccheck "
+            f"{data['synccheck']['errors']} errors in kernels ([compute_sanitizer_h200.json]"
+            "(tests/results/compute_sanitizer_h200.json)).")
 
 
 def backward_checks(load: Load) -> str:
@@ -226,7 +260,7 @@ def zoo(load: Load) -> str:
 
 
 TABLES: dict[str, Callable[[Load], str]] = {
-    "llama": llama, "models": models, "forward-speed": forward_speed, "forward-checks": forward_checks,
+    "llama": llama, "models": models, "forward-speed": forward_speed, "features-speed": features_speed, "forward-checks": forward_checks,
     "backward-checks": backward_checks, "cpu-rule": cpu_rule, "compile-time": compile_time,
     "zoo": zoo, "emulator": emulator,
 }

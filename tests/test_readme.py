@@ -63,10 +63,16 @@ def test_a_missing_measurement_and_ratios():
 def test_speed_is_compared_with_the_faster_of_the_others():
     rows = [dict(work=f"d64 s1024 b16 h32 {mask}", provider=p, tflops=t)
             for mask, speeds in (("full", (300.0, 400.0, 200.0)), ("causal", (300.0, 100.0)))
-            for p, t in zip(("fa_inductor", "cudnn", "fa3"), speeds, strict=False)]
+            for p, t in zip(("fa_inductor", "cudnn", "fa4_cute"), speeds, strict=False)]
     out = make_tables.forward_speed(lambda name: dict(HEAD, rows=rows))
-    assert "| 64 | 1024 | 300 / 400 / 200 | 0.75 | 300 / 100 / not measured | 3.00 |" in out
-    assert "cuDNN is 9.19.0" in out
+    assert "| 64 | 1024 | 300 / 400 / not measured / 200 | 0.75 | 300 / 100 / not measured / not measured | 3.00 |" in out
+    assert "cuDNN is 9.19.0" in out and "1.50 in the geometric mean" in out
+
+
+def test_features_are_beside_what_they_are_compared_with():
+    row = dict(dim=64, seq=8, what="softcap", beside="plain", per_tile=0.5, times_as_fast=0.25)
+    out = make_tables.features_speed(lambda name: dict(HEAD, rows=[dict(row, what="plain"), row, dict(row, dim=128, per_tile=0.75)]))
+    assert "| softcap | 8 | plain | 0.50, 0.25 × | 0.75, 0.25 × |" in out
 
 
 def test_a_model_outside_the_contract_is_named():

@@ -30,16 +30,17 @@ def call(op: str, *args: Any) -> Expr:
 
 
 def tiles(record: Attention, captures: list[torch.Tensor], seq: int, batch: int, tile: Tile) -> int:
-    """Key tiles that a launch walks, summed over row blocks, heads and batch entries."""
+    """Key tiles that a launch walks, summed over row blocks, heads and batch entries; four documents, where there are any."""
     lo = max((a.lo for a in record.mask if isinstance(a, Band) and isinstance(a.lo, int)), default=-seq)
     hi = min((a.hi for a in record.mask if isinstance(a, Band) and isinstance(a.hi, int)), default=seq)
-    lengths = [seq] * batch
+    lengths, length = [seq] * batch, seq // 4 if any(isinstance(a, Documents) for a in record.mask) else seq
     if any(isinstance(a, KeyPadding) for a in record.mask):
         lengths = captures[0].sum(1).tolist()
     total = 0
     for keys in lengths:
         for start in range(0, seq, tile.rows):
-            first, last = max(0, start + lo), min(keys, min(seq, start + tile.rows) + hi)
+            end = min(seq, start + tile.rows)
+            first, last = max(start // length * length, start + lo), min(keys, -(-end // length) * length, end + hi)
             total += max(1, -(-last // tile.keys) - first // tile.keys)
     return total * record.q_heads
 
