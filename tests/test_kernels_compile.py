@@ -4,6 +4,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -310,7 +311,10 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     from fa_inductor.kernels.sm90.compile import compile_forward
 
     v = BY_NAME[name]
-    compile_forward(v, f"--keep-cubin --dump-dir={tmp_path}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a user would see them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compile_forward(v, f"--keep-cubin --dump-dir={tmp_path}")
     (image,) = tmp_path.glob("*.cubin")
     main = [k for k in resources(image.read_bytes()) if k["products"]]
     assert len(main) == 1
