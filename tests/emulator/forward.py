@@ -133,9 +133,9 @@ class Launcher:
         unit = [False, False, False, False, True, *(c.unit for c in variant.captures)]
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else ()) for x, u in zip(optional, unit, strict=False)
                    if x is not None]
-        both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,))]
+        both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
         params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
-                  chunk, offset, section, run, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
+                  chunk, offset, section, run, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
 
@@ -147,9 +147,9 @@ def boxes(v: Forward) -> list[tuple[int, int]]:
 
 
 def shared_bytes(v: Forward) -> int:
-    """Dynamic shared memory of a variant: barriers and key bits, then the tiles, each at a multiple of 1 KiB."""
+    """Dynamic shared memory of a variant: barriers, work items and key bits, then the tiles, each at a multiple of 1 KiB."""
     t = v.tile
-    head = 8 * (2 * t.warpgroups + 6 * t.stages) + 4 * ((t.keys + 31) // 32) * t.stages
+    head = 8 * (2 * t.warpgroups + 6 * t.stages + 4) + 4 * 2 * 8 + 4 * ((t.keys + 31) // 32) * t.stages
     sizes = [t.rows * v.dim, t.rows * v.dim_v] if t.own_o else [t.rows * max(v.dim, v.dim_v), 0]
     sizes += [t.keys * v.dim * t.stages, t.keys * v.dim_v * t.stages]
     end = head
@@ -163,6 +163,8 @@ class _Storage:
 
     def __init__(self) -> None:
         self.roots: dict[int, np.ndarray] = {}
+        self.known: dict[int, np.ndarray] = {}
+        """Bytes that kernels have written, of storages that began unknown."""
 
     def array(self, x: torch.Tensor) -> np.ndarray:
         storage = x.untyped_storage()
@@ -175,8 +177,9 @@ class _Storage:
     def tensor(self, x: torch.Tensor, static: Sequence[int] = (), unknown: bool = False) -> Struct:
         """Address, lengths and those strides that are not known when the kernel is compiled."""
         array = self.array(x)
+        known = self.known.setdefault(x.untyped_storage().data_ptr(), np.zeros(x.untyped_storage().nbytes(), bool)) if unknown else None
         strides = [("q", s) for i, s in enumerate(x.stride()) if i not in static]
-        return Struct((Out(array) if unknown else array, *(("i", n) for n in x.shape), *strides))
+        return Struct((Out(array, known) if unknown else array, *(("i", n) for n in x.shape), *strides))
 
     def shape(self, x: torch.Tensor, transposed: bool) -> Struct:
         """Lengths of the tensor behind a tensor map, in the kernel's order of modes."""
