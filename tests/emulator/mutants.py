@@ -44,6 +44,11 @@ def tampered(m: Mutant) -> Any:
     return make
 
 
+def full(how: str, message: str) -> str:
+    """The text that a mutant's `shows` is about."""
+    return message if message.startswith(f"{how}: ") else f"{how}: {message}"
+
+
 def hunt(m: Mutant, seeds: Sequence[int]) -> dict[str, Any]:
     """Run a mutant with each seed until it is caught by what it must show; `instead` says what was seen otherwise."""
     start = time.time()
@@ -57,7 +62,7 @@ def hunt(m: Mutant, seeds: Sequence[int]) -> dict[str, Any]:
         else:
             how, message = "wrong answer", verdict(m.case, p, out, lse)[0]
         if message:
-            text = message if message.startswith(f"{how}: ") else f"{how}: {message}"
+            text = full(how, message)
             if re.search(m.shows, text, re.DOTALL):
                 found = {"caught": True, "how": how, "message": message, "seed": seed}
                 break
