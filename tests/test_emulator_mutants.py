@@ -62,7 +62,7 @@ def _useful(found: dict) -> None:
     message = found["message"]
     if found["how"] == "wrong answer":
         assert "(b, h, q" in message
-    elif found["how"] == "deadlock":
+    elif found["how"] in ("deadlock", "limit"):
         assert "waits for" in message and "PTX line" in message and "forward.py:" in message
     else:
         assert " warp " in message and "PTX line" in message and "source " in message

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 
 from .cases import Case
-from .mutants_order import GROUPED, ITEMS, ONE_TILE, PADDED, PLAIN, TURNS, _waits
+from .mutants_order import EITHER, GROUPED, ITEMS, ONE_TILE, PADDED, PLAIN, TURNS, _waits
 from .mutate import Edit, Mutant, Stale, Text
 
 RISING = Case("mutants rising maxima", rows=64, keys=401, data="large", seed=108)
@@ -23,15 +23,15 @@ def values() -> list[Mutant]:
         found.append(Mutant(name, case, shows, edit, fast, limit))
 
     # Stages and addresses.
-    add("wrong K stage in the product", PLAIN, "^(race|uninitialised): .*wgmma|^race: write .* read by products", lambda t: t.sub(
+    add("wrong K stage in the product", PLAIN, EITHER, lambda t: t.sub(
         r"shl\.b32(.*), 10;", r"shl.b32\1, 9;", at="_gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage]"), fast=True)
-    add("wrong K stage in the first product of the next item", ONE_TILE, "^(race|uninitialised|wrong answer): ", lambda t: t.sub(
+    add("wrong K stage in the first product of the next item", ONE_TILE, EITHER, lambda t: t.sub(
         r"shl\.b32(.*), 10;", r"shl.b32\1, 9;", at="_gemm(self._mmas()[0], s, f_q, f_k[None, None, None, stage]"))
-    add("wrong V stage in the product", PLAIN, "^(race|uninitialised|wrong answer): ", lambda t: t.sub(
+    add("wrong V stage in the product", PLAIN, EITHER, lambda t: t.sub(
         r"shl\.b32(.*), 10;", r"shl.b32\1, 9;", 0, "_gemm(self._mmas()[1], o, p, f_v", of=2))
     add("wrong K stage in the copy", PLAIN, "^race: write .* after its (write by bulk copies|read by products)", lambda t: t.sub(
         r"shl\.b32(.*), 14;", r"shl.b32\1, 13;", 1, "cute.copy(tma, source", of=3))
-    add("K copied 128 bytes too far", PLAIN, "^(race|wrong answer|uninitialised): ", lambda t: _further(t, 128))
+    add("K copied 128 bytes too far", PLAIN, "^race: write to .* after its write by bulk copies", lambda t: _further(t, 128))
     add("K copied to a misaligned place", PLAIN, "^misaligned: tensor copy", lambda t: _further(t, 16))
     add("K tile one row too far", PLAIN, WRONG, lambda t: _coordinate(t, t.copy("k_full", 0, 2), 1, 1), fast=True)
     add("V tile one row too far", PLAIN, WRONG, lambda t: _coordinate(t, t.copy("v_full"), 1, 1))
@@ -106,10 +106,10 @@ def values() -> list[Mutant]:
     add("bias of the wrong row", BIAS, WRONG, lambda t: t.sub(
         r"ld\.global\.(\S+) (.*) \+ 32\]", r"ld.global.\1 \2 + 40]", 0, of=4))
     # Epilogue.
-    add("wrong swizzle of O", PLAIN, "^uninitialised: tensor copy|^wrong answer: |^race: ", lambda t: t.sub(
+    add("wrong swizzle of O", PLAIN, "^uninitialised: tensor copy", lambda t: t.sub(
         r"and\.b32(\s+%r\d+, %r\d+), 112;", r"and.b32\1, 48;", 0, "cute.copy(store", of=4), fast=True)
     add("lse stored beyond the rows", TURNS, "^bounds: write", _lse_everywhere)
-    add("lse of the next row", PLAIN, "^(race: write to argument|wrong answer: lse|bounds)", lambda t: t.sub(
+    add("lse of the next row", PLAIN, "^race: write to argument", lambda t: t.sub(
         r"(st\.global\.b32\s+\[%rd\d+)\+32\]", r"\1+36]"))
     return found
 
