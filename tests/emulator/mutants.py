@@ -37,8 +37,8 @@ def tampered(m: Mutant) -> Any:
         t = Text(ptx_of(variant))
         try:
             m.edit(t)
-        except (Stale, IndexError, ValueError) as e:
-            raise Stale(f"mutant {m.name!r} no longer applies to the kernel's PTX; adapt its edit in emulator/mutants.py: {e}") from e
+        except (Stale, IndexError, ValueError, StopIteration) as e:
+            raise Stale(f"mutant {m.name!r} no longer applies to the kernel's PTX; adapt its edit: {e}") from e
         return Compiled.from_text(t.text)
 
     return make
@@ -81,8 +81,11 @@ def main() -> int:
     found = {}
     for name, m in MUTANTS.items():
         if args.only in name:
-            found[name] = hunt(m, range(args.seeds))
-            r = found[name]
+            try:
+                r = hunt(m, range(args.seeds))
+            except Stale as e:
+                r = {"caught": False, "how": "stale", "message": str(e), "seed": None, "seconds": 0.0, "instead": str(e)}
+            found[name] = r
             print(f"{'ok  ' if r['caught'] else 'LIVE'} {name}: {r['how']} ({r['seconds']} s)", flush=True)
             if "instead" in r:
                 print(f"     seen instead of {m.shows!r}: {r['instead']}", flush=True)
