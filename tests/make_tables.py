@@ -227,9 +227,11 @@ def emulator(load: Load) -> str:
     confirmed = "  The emulator itself was not compared with a GPU yet."
     if "programs" in cases:
         same, of = cases["bit_equal_elements"]
-        confirmed = (f"  Compared with {cases['what'].rpartition(' and ')[2]} ([emulator_h200.json](tests/results/emulator_h200.json)), "
+        state = "" if cases["same_kernel"] else ", which ran an earlier state of the kernel"
+        confirmed = (f"  Compared with {cases['what'].rpartition(' and ')[2]} ([emulator_h200.json](tests/results/emulator_h200.json)){state}, "
                      f"{cases['programs'] - len(cases['different_programs'])} of {cases['programs']} instruction programs give "
-                     f"the same results, and the cases are equal to rounding: {cases['bit_equal_outputs']} outputs bit for bit, "
+                     f"the same results, and {cases['beside_gpu'] - len(cases['different_cases'])} of {cases['beside_gpu']} cases are "
+                     f"equal to rounding: {cases['bit_equal_outputs']} outputs bit for bit, "
                      f"and {same} of {of} elements taken from all.")
     return (f"Without a GPU: the forward kernel's PTX runs under an emulator ([tests/emulator](tests/emulator/README.md)); "
             f"{cases['cases'] - cases['wrong']} of {cases['cases']} cases agree with float64 "

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from emulator import Fault, TensorMap, emulate
+from emulator.launch import Out
 from emulator.launch import Program as Compiled
 from emulator.program import Program, aligned
 from emulator.programs_matrix import product
@@ -213,7 +214,40 @@ def test_operand_registers_are_fenced() -> None:
         emulate(bad, 1, [np.zeros(16, np.uint8)] * 2 + [np.array(FROM_REGISTERS.buffer, np.uint8)])
 
 
+@pytest.mark.parametrize("barrier", ["", "bar.sync 0; "])
+def test_all_rows_of_a_belong_to_the_warpgroup(barrier: str) -> None:
+    """A warp that has waited for its own part overwrites rows that only it needs: the others' products may read them."""
+    wait = "wgmma.wait_group.sync.aligned 0;"
+    text = MATRIX.text().replace(wait, f"{wait} {barrier}setp.eq.u32 z, %thread, 0; @z st.shared.b32 [m], s;")
+    found = []
+    for seed in range(4):
+        try:
+            emulate(text, 1, [np.zeros(16, np.uint8)] * 2 + [np.array(MATRIX.buffer, np.uint8)], seed=seed)
+        except Fault as e:
+            assert e.kind == "race" and ("its read by products of" in str(e) or "wgmma.mma_async" in str(e))
+            found.append(str(e))
+    assert bool(found) == (not barrier)
+
+
 # ---------------------------------------------------------------------- tensor maps and launches
+
+def test_what_a_launch_wrote_is_known_to_the_next() -> None:
+    scratch, known = np.full(64, 7, np.uint8), np.zeros(64, bool)
+    write, read, beyond = (program(x).text() for x in (
+        "mov.b32 s, 5; st.global.b32 [%buf], s;".replace("st", "setp.eq.u32 z, %thread, 0; @z st"), "ld.global.b32 s, [%buf];",
+        "ld.global.b32 s, [%buf+4];"))
+
+    def launch(text: str) -> None:
+        emulate(text, 1, [np.zeros(16, np.uint8), np.zeros(16, np.uint8), Out(scratch, known)])
+
+    with pytest.raises(Fault, match="read of byte 0x0 of argument 2, which nothing has written"):
+        launch(read)
+    launch(write)
+    assert known.tolist() == [True] * 4 + [False] * 60
+    launch(read)
+    with pytest.raises(Fault, match="read of byte 0x4 of argument 2, which nothing has written"):
+        launch(beyond)
+
 
 def test_tensor_maps_are_checked() -> None:
     data = aligned(np.zeros(4096, np.uint8))

@@ -33,7 +33,7 @@ class Case:
     hi: int | None = None
     symbolic: bool = False
     padding: str = ""
-    """"", "right", "left", "gaps", "all"."""
+    """"", "right", "left", "gaps", "all" (of the first batch entry), "none" (a mask that hides nothing)."""
     nan_slots: bool = False
     documents: bool = False
     dense: str = ""
@@ -42,6 +42,8 @@ class Case:
     """"" is random, "causal", "blocks": whole tiles are hidden, and others seen whole."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
+    nan_scores: bool = False
+    """Some elements of the bias are NaN."""
     score: str = ""
     """"softcap", "alibi", "distance"."""
     predicate: bool = False
@@ -128,7 +130,8 @@ def build(c: Case) -> Problem:
         pos = torch.arange(c.keys)
         length = torch.randint(1, c.keys + 1, (c.batch, 1), generator=g)
         mask = {"right": pos < length, "left": pos >= c.keys - length, "all": (pos < length).clone(),
-                "gaps": torch.rand(c.batch, c.keys, generator=g) < 0.7}[c.padding]
+                "gaps": torch.rand(c.batch, c.keys, generator=g) < 0.7,
+                "none": torch.ones(c.batch, c.keys, dtype=torch.bool)}[c.padding]
         if c.padding == "gaps":
             mask[:, 0] = True
         if c.padding == "all":
@@ -159,6 +162,8 @@ def build(c: Case) -> Problem:
     score: Expr = SCORE
     if c.bias:
         p.bias = torch.randn(shaped(c.bias), generator=g).to(getattr(torch, c.bias_dtype))
+        if c.nan_scores:
+            p.bias = p.bias.masked_fill(torch.rand(p.bias.shape, generator=g) < 0.4 / p.bias.shape[-1], math.nan)
         score = call("add", SCORE, load(capture(p.bias)))
     if c.score == "softcap":
         score = call("mul", call("tanh", call("div", SCORE, const(5.0))), const(5.0))
@@ -290,5 +295,8 @@ CASES: dict[str, Case] = _numbered([
          padding="right", sms=2),
     Case("wide keys bias", rows=200, keys=150, dims=(192, 128), bias="qk", sms=1, heads=(2, 1)),
     Case("wide keys", rows=200, keys=150, dims=(256, 64), hi=0, sms=1, heads=(2, 1)),
+    Case("nan scores", rows=70, keys=150, bias="hqk", bias_dtype="float32", nan_scores=True, dims=(96, 96)),
+    Case("persistent padding", rows=70, keys=150, padding="gaps", nan_slots=True, batch=2, heads=(2, 1), empty="zero", sms=1),
+    Case("persistent d192", rows=128, keys=100, heads=(3, 3), dims=(192, 192), sms=1, dtype="float16"),
 ])
 CI = list(CASES)[:12]

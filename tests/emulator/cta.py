@@ -59,10 +59,10 @@ class Cluster:
             self.stats.switches += 1
             self.steps += w.run(rnd.choice((1, 5, 20, 80, 300)))
             if self.steps > limit:
-                raise Fault("limit", f"more than {limit} instructions; " + _waiting(warps))
+                raise Fault("limit", f"more than {limit} instructions" + _waiting(warps))
         stuck = [w for w in warps if w.paths]
         if stuck:
-            raise Fault("deadlock", _waiting(stuck))
+            raise Fault("deadlock", "nothing can go on" + _waiting(stuck))
         for c in self.ctas:
             for b in c.barriers.values():
                 if b.tx:
@@ -83,7 +83,7 @@ def _waiting(warps: list[Warp]) -> str:
             step = w.cta.steps[min(p.pc, len(w.cta.steps) - 1)]
             why = p.wait.reason() if p.wait is not None else "its turn"
             parts.append(f"\n    {w.name} at PTX line {step.line} ({place(step.source)}) waits for {why}")
-    return "nothing can go on" + "".join(parts)
+    return "".join(parts)
 
 
 class Cta:

@@ -5,6 +5,7 @@ schedule and the arguments as ever, and the "compiled kernel" that it calls is t
 """
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,12 @@ class _Torch:
 
     def __init__(self) -> None:
         def on_host(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            return lambda *a, device, **kw: on_device(f(*a, **kw))
+            """What a kernel leaves out must not look like the result of the run before."""
+            def allocate(*a: Any, device: Any, **kw: Any) -> torch.Tensor:
+                x = f(*a, **kw)
+                return on_device(x.fill_(math.nan if x.is_floating_point() else 90))
+
+            return allocate
 
         self.empty, self.empty_strided = on_host(torch.empty), on_host(torch.empty_strided)
 
@@ -129,9 +135,9 @@ class Launcher:
                 grid, warps, params = seen.shape[0], 8, [memory.tensor(padding), fresh(seen, 1), fresh(tickets, 0)]
             elif kind == "list_tiles":
                 grid, warps = tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 32 * 8 // 2
-                params = [fresh(tiles, 3), *([] if seen is None else [memory.tensor(seen, (1,))]),
+                params = [fresh(tiles, 3), *([] if seen is None else [fresh(seen, 1)]),
                           *([] if dense is None else [memory.tensor(dense)]), *documents,
-                          memory.tensor(tickets, (0,), unknown=padding is None), q.shape[2], k.shape[2], lo, hi, chunk, offset]
+                          fresh(tickets, 0), q.shape[2], k.shape[2], lo, hi, chunk, offset]
             else:
                 grid, warps, params = 1, 0, [fresh(tickets, 0)]
             _, stats = emulate(program, grid, params, seed=self.seed, limit=self.limit, shared_bytes=4 * 2 * warps)
@@ -141,11 +147,11 @@ class Launcher:
             maps += [memory.map(x, box, unknown=x is out), memory.shape(x, transposed=x is v)]
         # dense, doc_q, doc_k, sink, vmean, tiles, captures: whose last stride is 1 at compile time.
         unit = [False, False, False, False, True, True, *(c.unit for c in variant.captures)]
-        tensors = [memory.tensor(x, (x.dim() - 1,) if u else ()) for x, u in zip(optional, unit, strict=False)
-                   if x is not None]
-        both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,))]
+        tensors = [memory.tensor(x, (x.dim() - 1,) if u else (), unknown=x is tiles)
+                   for x, u in zip(optional, unit, strict=False) if x is not None]
+        both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
         params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
-                  chunk, offset, section, run, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
+                  chunk, offset, section, run, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
 
@@ -157,9 +163,9 @@ def boxes(v: Forward) -> list[tuple[int, int]]:
 
 
 def shared_bytes(v: Forward) -> int:
-    """Dynamic shared memory of a variant: barriers and key bits, then the tiles, each at a multiple of 1 KiB."""
+    """Dynamic shared memory of a variant: barriers, work items and key bits, then the tiles, each at a multiple of 1 KiB."""
     t = v.tile
-    head = 8 * (2 * t.warpgroups + 6 * t.stages) + 4 * ((t.keys + 31) // 32) * t.stages
+    head = 8 * (2 * t.warpgroups + 6 * t.stages + 4) + 4 * 2 * 8 + 4 * ((t.keys + 31) // 32) * t.stages
     sizes = [t.rows * v.dim, t.rows * v.dim_v] if t.own_o else [t.rows * max(v.dim, v.dim_v), 0]
     sizes += [t.keys * v.dim * t.stages, t.keys * v.dim_v * t.stages]
     end = head
@@ -173,6 +179,8 @@ class _Storage:
 
     def __init__(self) -> None:
         self.roots: dict[int, np.ndarray] = {}
+        self.known: dict[int, np.ndarray] = {}
+        """Bytes that kernels have written, of storages that began unknown."""
 
     def array(self, x: torch.Tensor) -> np.ndarray:
         storage = x.untyped_storage()
@@ -185,8 +193,9 @@ class _Storage:
     def tensor(self, x: torch.Tensor, static: Sequence[int] = (), unknown: bool = False) -> Struct:
         """Address, lengths and those strides that are not known when the kernel is compiled."""
         array = self.array(x)
+        known = self.known.setdefault(x.untyped_storage().data_ptr(), np.zeros(x.untyped_storage().nbytes(), bool)) if unknown else None
         strides = [("q", s) for i, s in enumerate(x.stride()) if i not in static]
-        return Struct((Out(array) if unknown else array, *(("i", n) for n in x.shape), *strides))
+        return Struct((Out(array, known) if unknown else array, *(("i", n) for n in x.shape), *strides))
 
     def shape(self, x: torch.Tensor, transposed: bool) -> Struct:
         """Lengths of the tensor behind a tensor map, in the kernel's order of modes."""

@@ -40,6 +40,9 @@ def verdict(c: Case, p: Problem, out: torch.Tensor, lse: torch.Tensor) -> tuple[
     errors = {"max_error": float(e.max()), "limit": limit, "lse_error": float(e_lse.nan_to_num(9e9).max())}
     if not torch.equal(bad, odd):
         return f"non-finite values differ at {(bad != odd).nonzero()[0].tolist()} (b, h, q, d)", errors
+    if (torch.isnan(want_lse) & torch.isfinite(lse)).any():
+        at = (torch.isnan(want_lse) & torch.isfinite(lse)).nonzero()[0]
+        return f"lse is a number where it should be NaN, at {at.tolist()} (b, h, q)", errors
     if errors["max_error"] > limit:
         at = torch.unravel_index(e.argmax(), e.shape)
         return (f"out is off by {errors['max_error']:.3g} at {[int(i) for i in at]} (b, h, q, d), {int((e > limit).sum())} of "

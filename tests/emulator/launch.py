@@ -29,6 +29,8 @@ class Out:
     """An array whose contents the kernel must not read before it has written them."""
 
     array: np.ndarray
+    known: np.ndarray | None = None
+    """A bool for each byte of the whole buffer: what has been written, by kernels before too; the launch adds to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,7 @@ class _Arguments:
 
     def pointer(self, arg: Any, buffer: bool = False) -> Any:
         """Global address of an array; views of one array share its buffer."""
-        array, known = (arg.array, False) if isinstance(arg, Out) else (arg, True)
+        array, known = (arg.array, False if arg.known is None else arg.known) if isinstance(arg, Out) else (arg, True)
         root = array
         while isinstance(root.base, np.ndarray):
             root = root.base

@@ -79,20 +79,22 @@ def pieces(rows: int, depth: int, item: int, major: str, span: int, leading: int
 class Tile:
     """An operand in shared memory: where its pieces are, who may read them, its values."""
 
-    def __init__(self, shared: Shared, descriptor: Descriptor, rows: int, depth: int, kind: str, major: str, first: int = 0):
-        """first: the first row, for a warp that reads a part of A."""
+    def __init__(self, shared: Shared, descriptor: Descriptor, rows: int, depth: int, kind: str, major: str, first: int = 0,
+                 of: int = 0):
+        """first, of: the first row and all rows, for a warp that computes a part of D.  It needs its own rows of A; the
+        product is the whole warpgroup's, and nothing says which warp reads what, so all rows count as read."""
         d, item = descriptor, ITEM[kind]
         self.shared, self.kind, self.major, self.rows, self.depth = shared, kind, major, rows, depth
-        offsets = pieces(first + rows, depth, item, major, d.span, d.leading, d.stride)
-        offsets = offsets[first:] if major == "k" else offsets[:, first * item // 16:]
-        self.at = swizzle(d.start + offsets, d.span)
-        lo, hi = int(self.at.min()), int(self.at.max()) + 16
+        whole = swizzle(d.start + pieces(max(of, rows), depth, item, major, d.span, d.leading, d.stride), d.span)
+        self.whole = whole
+        self.at = whole[first:first + rows] if major == "k" else whole[:, first * item // 16:(first + rows) * item // 16]
+        lo, hi = int(whole.min()), int(whole.max()) + 16
         if lo < RESERVED or hi > shared.size:
             raise Fault("bounds", f"matrix operand in bytes {lo:#x} to {hi:#x} of {shared.name}, which has {shared.size:#x}")
 
     def claim(self, agent: int, epoch: int, clock: Clock) -> None:
         """The read is ordered after the writes; stamp it."""
-        words = ((self.at >> 2)[..., None] + np.arange(4)).reshape(-1)
+        words = ((self.whole >> 2)[..., None] + np.arange(4)).reshape(-1)
         self.shared.data_only(words * 4, "matrix product")
         self.shared.shadow.read(words, agent, epoch, clock, asynchronous=True)
 

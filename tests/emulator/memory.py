@@ -28,9 +28,9 @@ Index = np.ndarray | slice
 class Memory:
     """Bytes with a first address."""
 
-    def __init__(self, name: str, base: int, data: np.ndarray, known: bool):
+    def __init__(self, name: str, base: int, data: np.ndarray, known: bool | np.ndarray):
         self.name, self.base, self.data, self.size = name, base, data, len(data)
-        self.known = np.full(self.size, known)
+        self.known = known if isinstance(known, np.ndarray) else np.full(self.size, known)
 
     def check(self, lo: int, hi: int, what: str) -> None:
         """Refuse bytes outside [0, size)."""
@@ -66,7 +66,7 @@ class Shared(Memory):
 class Buffer(Memory):
     """A global buffer over the caller's own array: writes arrive there."""
 
-    def __init__(self, name: str, base: int, array: np.ndarray, known: bool):
+    def __init__(self, name: str, base: int, array: np.ndarray, known: bool | np.ndarray):
         flat = array.reshape(-1).view(np.uint8) if array.flags.c_contiguous else None
         if flat is None:
             raise ValueError(f"buffer {name} must be contiguous")
@@ -84,7 +84,7 @@ class Global:
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
 
-    def add(self, name: str, array: Any, known: bool = True) -> Buffer:
+    def add(self, name: str, array: Any, known: bool | np.ndarray = True) -> Buffer:
         """A buffer at the next free address; `known` False for one whose contents the kernel must not read."""
         b = Buffer(name, GLOBAL_BASE + GLOBAL_STEP * len(self.buffers), array, known)
         self.buffers.append(b)

@@ -212,7 +212,7 @@ def _mma(form: Form) -> Run:
         b.claim(w.products, unit.groups + 1, w.clock)
         a: Tile | tuple[int, ...] = a_registers
         if a_get is not None:
-            a = Tile(shared, Descriptor.decode(a_value), 16, k, kind_a, major_a, 16 * (w.index % 4))
+            a = Tile(shared, Descriptor.decode(a_value), 16, k, kind_a, major_a, 16 * (w.index % 4), 64)
             a.claim(w.products, unit.groups + 1, w.clock)
         for i in a_registers:
             if r.init[i] != FULL:
