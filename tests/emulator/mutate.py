@@ -22,10 +22,10 @@ class Text:
     """PTX of a variant; edits keep line numbers."""
 
     def __init__(self, ptx: str):
-        from fa_inductor.kernels.sm90 import forward, program
+        from fa_inductor.kernels.sm90 import forward, prepare, program
 
         self.lines = ptx.split("\n")
-        texts = {m.__name__.rsplit(".", 1)[1] + ".py": inspect.getsource(m).split("\n") for m in (forward, program)}
+        texts = {m.__name__.rsplit(".", 1)[1] + ".py": inspect.getsource(m).split("\n") for m in (forward, prepare, program)}
         files = {n: texts.get(path.rsplit("/", 1)[-1], []) for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', ptx)}
         inside, main, assembly, here = False, False, False, ""
         self.from_line: list[str] = []
