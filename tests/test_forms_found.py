@@ -116,11 +116,38 @@ def naive_softmax_of_a_masked_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return naive(scores(q, k).masked_fill(ROW, -1e9)) @ v
 
 
+def naive_softmax_of_a_row_beside_a_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The bias made the operator read the mask as a tensor, whose numbers nobody looked at."""
+    return naive(added(scores(q, k) + v.detach(), ~ROW, torch.finfo(q.dtype).min)) @ v
+
+
+def naive_softmax_of_a_row_in_a_trained_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return naive(scores(q, k) + added(k, ~ROW, -1e4)) @ v
+
+
+def naive_softmax_of_a_scaled_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return naive(added(scores(q, k), ~ROW, -50.0) * 30.0) @ v
+
+
+def naive_softmax_of_low_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return naive(scores(q, k) - 1e4) @ v
+
+
+def view_of_a_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The operator's dV has other strides than the user's, and pointwise operators hand them on to the last view."""
+    k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (k[0], v[0, :1]))
+    v = torch.nn.functional.normalize(v, dim=-1)
+    s = scores(q.view(4, 2, 2, 8, 4), k[:, :, None])
+    return (v[:, :, None].mT @ torch.softmax(s, -1).mT).mT
+
+
 FORMS = [one_tensor_is_keys_and_values, softmax_of_a_softmax, row_maximum_then_exp, row_maximum_between_masks,
          row_maximum_before_a_sink, scores_in_float8, safe_test_along_the_queries, two_masks_added,
          a_mask_added_and_one_filled_in, bias_along_a_part_of_the_heads, lowest_float64_then_a_factor,
          choice_of_two_fractions, a_fill_that_a_factor_makes_infinite,
-         naive_softmax_of_a_filled_row, naive_softmax_of_a_masked_row]
+         naive_softmax_of_a_filled_row, naive_softmax_of_a_masked_row, naive_softmax_of_a_row_beside_a_bias,
+         naive_softmax_of_a_row_in_a_trained_bias, naive_softmax_of_a_scaled_row, naive_softmax_of_low_scores,
+         view_of_a_gradient]
 
 
 @pytest.mark.parametrize("train", [False, True])

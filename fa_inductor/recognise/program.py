@@ -28,6 +28,7 @@ from ..reasons import Code, Refusal
 from .axes import AxesError, group_size, resolve
 from .block import Block
 from .captures import Arranged, Captures, only_inputs
+from .exp_range import EXP_RANGE, of_program, of_proof, of_tree
 from .masking import Masks, rounded
 from .nodes import arg, aten, constant, is_tensor, val
 from .scores import Step
@@ -35,8 +36,6 @@ from .softmax import row_max_of, same
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_EXP_RANGE = 80.0
-"""``exp`` of a number of this size is finite and not 0 in float32."""
 _ABOVE_MASKS = 2.0**24
 """A tensor that scores are multiplied by is taken to stay below it."""
 _NEVER_REACHED = -1e30
@@ -81,6 +80,8 @@ class Reader:
         self.q_factor: Node | Arranged | None = None
         self.masks = Masks(self.ev, exact)
         self.captures = Captures(self.block, self.ev, self.mat, self.tensors)
+        self.reach: dict[int, float] = {}
+        """How large the constants in a captured bias may make it, by the capture's number."""
 
     def read(self) -> Program:
         """
@@ -276,7 +277,8 @@ class Reader:
             if abs(factor) != 1.0:
                 raise Refusal(Code.GRAD_CAPTURE, f"{other.name} is added with a factor")
             self.masks.differentiated()
-            self._plus(self.captures.differentiable(step, other), "add" if factor > 0 else "sub")
+            proof = prove_additive(self.ev, other, self.captures.index(step, other), dtype)
+            self._plus(self.captures.differentiable(step, other), "add" if factor > 0 else "sub", of_proof(proof))
             return
         if factor != 1.0:
             other = self.mat.before(self.block.out).call(aten.mul.Tensor, other, factor)
@@ -284,20 +286,23 @@ class Reader:
         if step.node.target is _CUDNN and proof.fills == (rounded(_CUDNN_FILL, val(other).dtype),):
             self.masks.append(proof, (float("-inf"),), "replace")
             if proof.residual is not None:
-                self._plus(self.captures.residual(proof.residual))
+                self._plus(self.captures.residual(proof.residual), size=of_tree(proof.residual))
         elif not proof.always_true and self.masks.may_leave_out(proof, proof.fills, dtype or val(other).dtype):
             self.masks.append(proof, proof.fills, "add")
             if proof.residual is not None:
                 self.masks.hazard |= only_inputs(other)
-                self._plus(self.captures.residual(proof.residual))
+                self._plus(self.captures.residual(proof.residual), size=of_tree(proof.residual))
         elif not proof.always_true:
             self.masks.hazard = True
-            self._plus(self.captures.load(step, other))  # exact, as a bias
+            self._plus(self.captures.load(step, other), size=of_proof(proof))  # exact, as a bias
         elif proof.residual is not None:
             self.masks.hazard |= only_inputs(other)
-            self._plus(self.captures.residual(proof.residual))
+            self._plus(self.captures.residual(proof.residual), size=of_tree(proof.residual))
 
-    def _plus(self, e: Expr, op: str = "add") -> None:
+    def _plus(self, e: Expr, op: str = "add", size: float = 0.0) -> None:
+        inner = e.args[0] if e.op == "cast" else e
+        if isinstance(inner, Expr) and inner.op == "load":  # the whole operand, and not a part of its program
+            self.reach[inner.args[0]] = max(size, self.reach.get(inner.args[0], 0.0))  # type: ignore[index, arg-type]
         self.expr = Expr(op, (self.expr, e))
 
     def _where(self, step: Step) -> None:
@@ -333,14 +338,14 @@ class Reader:
         self.masks.append(visible, (float("-inf"),), "replace")
 
     def _not_shifted(self) -> None:
-        """``exp`` of the scores themselves: where a fill underflows in a whole row, eager code divides by 0.
+        """``exp`` of the scores themselves.
 
         Raises:
-            Refusal: a fill that counts as a score is beyond the range of ``exp``.
+            Refusal: a number that counts as a score is beyond the range of ``exp``.
         """
-        for x in _fills(self.expr):
-            if abs(x) > _EXP_RANGE:
-                raise Refusal(Code.MASK_FILL, f"exp({x:g})")
+        reach = of_program(self.expr, self.reach)
+        if reach > EXP_RANGE:
+            raise Refusal(Code.MASK_FILL, f"exp of a score of size {reach:g}")
         self.masks.underflow()
 
     # -- the record --------------------------------------------------------------------------------------------------
@@ -368,13 +373,6 @@ class Reader:
         if val(b.v.node).dtype != torch.float64 and any(map(_beyond_float32, (self.scale, *_constants(record)))):
             raise Refusal(Code.SCORE_OP, "a number in the scores is beyond the range of float32")
         return Program(record, captures, ints, self.q_factor)
-
-
-def _fills(program: Expr) -> Iterator[float]:
-    """Numbers that take the place of scores."""
-    for e in program.walk():
-        if e.op == "where":
-            yield from (float(a.args[0]) for a in e.args[1:] if a.op == "const")
 
 
 def _constants(record: Attention) -> Iterator[Any]:

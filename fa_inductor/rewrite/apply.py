@@ -1,7 +1,6 @@
 """Replace one understood block by our operators: the forward, and in training the backward that belongs to it."""
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ..recognise.nodes import VIEWS, aten, prims, push, target, val
 from ..recognise.operands import Operand, trace_operand
 from ..recognise.program import Arranged
 from .emit import Emitter
+from .strides import refresh
 
 
 @dataclass
@@ -231,36 +231,12 @@ class Rewriter:
         self._replaced[old] = new
         self.pairs.append((old, new))
         self._journal.append(lambda: self._restore(old, new, users))
-        self._refresh(new)
+        self._journal += refresh(new)
 
     def _restore(self, old: Node, new: Node, users: list[Node]) -> None:
         for u in users:
             u.replace_input_with(new, old)
         del self._replaced[old]
-
-    def _refresh(self, node: Node) -> None:
-        """Correct the strides that views below a replaced node are said to have; copy where a view now needs it."""
-        todo = list(node.users)
-        while todo:
-            user = todo.pop()
-            if target(user) not in VIEWS:
-                continue
-            before = val(user)
-            args = torch.fx.map_arg(user.args, lambda n: n.meta["val"])
-            try:
-                with getattr(before, "fake_mode", None) or contextlib.nullcontext():
-                    new = user.target(*args, **user.kwargs)  # type: ignore[operator]
-            except (RuntimeError, ValueError):
-                source = user.args[0]
-                copy = Emitter(user.graph, user, user).call(aten.clone.default, source,
-                                                            memory_format=torch.contiguous_format)
-                user.replace_input_with(source, copy)
-                self._journal.append(lambda u=user, s=source, c=copy: u.replace_input_with(c, s))
-                continue
-            if new.stride() != before.stride():
-                user.meta["val"] = new
-                self._journal.append(lambda u=user, v=before: u.meta.update(val=v))
-                todo.extend(user.users)
 
 
 def _layout(out: Node) -> str:
