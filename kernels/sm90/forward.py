@@ -4,13 +4,16 @@ Algorithm: FlashAttention-3 (Shah et al., arXiv 2407.08608): online softmax over
 warp that feeds TMA, two or three consumer warpgroups of 64 query rows each that run wgmma, ping-pong between
 the warpgroups and, inside a warpgroup, the softmax of one tile under the PV product of the tile before.
 
+A block takes one work item after the other, 64 query rows a consumer warpgroup of one head; the first S of an item is
+computed under the epilogue of the item before.
+
 Roles (warpgroup 0 gives its registers to the others):
-    load      warp 0: TMA of Q, K and V, in the order in which they are consumed
+    load      warp 0: which item is next, for all others as well; TMA of Q, K and V, in the order in which they are consumed
     mask      warp 1, only with key padding: key bits to shared memory, zeroes V rows of padded keys
     consumer  warpgroups 1..n: S = Q K^T, softmax, O += P V with P in registers, epilogue
 
-Key tiles are visited from the last to the first.  A tile that no row of the block can see is never loaded; only a
-tile that some row sees in part runs masking code.
+Key tiles are visited from the last to the first.  A tile that no row of the block can see is never loaded (mask tensors
+and documents: `prepare.list_tiles`); only a tile that some row sees in part runs masking code.
 
 Registers of an accumulator of wgmma m64nNk16 (PTX ISA, "D fragment"): element i of a thread is row
 ``16 * warp + lane // 4 + 8 * (i // 2 % 2)`` and column ``8 * (i // 4) + 2 * (lane % 4) + i % 2``; read in pairs of
