@@ -372,7 +372,7 @@ def attention(
             read[8 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
         values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 
-    size = (variant, batch, rows, keys, lo, hi, device.index)
+    size = (variant, batch, rows, keys, device.index)
     launch = plan.launches.get(size)
     if launch is None:
         section, run, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)

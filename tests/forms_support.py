@@ -163,6 +163,16 @@ def check_report(expect: Expect) -> None:
     assert got == want, f"expected {want}\n{report}"
 
 
+def check_alike(name: str, ours: Tensor, eager: Tensor) -> None:
+    """Shape and dtype, integers, and where floating-point numbers are not finite: all equal."""
+    assert ours.shape == eager.shape and ours.dtype == eager.dtype, f"{name}: {ours.shape} {ours.dtype}"
+    if ours.dtype.is_floating_point:
+        assert torch.equal(ours.isnan(), eager.isnan()), f"{name}: NaN at other places than eager"
+        assert torch.equal(ours.isinf(), eager.isinf()), f"{name}: Inf at other places than eager"
+    else:
+        assert torch.equal(ours, eager), name
+
+
 def check_close(name: str, ours: Tensor, eager: Tensor, exact: Tensor, gradients: float | None = None) -> None:
     """The numerics contract for one tensor.
 
@@ -173,12 +183,9 @@ def check_close(name: str, ours: Tensor, eager: Tensor, exact: Tensor, gradients
     Args:
         gradients: the largest value of any gradient, when this is one.
     """
-    assert ours.shape == eager.shape and ours.dtype == eager.dtype, f"{name}: {ours.shape} {ours.dtype}"
+    check_alike(name, ours, eager)
     if not ours.dtype.is_floating_point:
-        assert torch.equal(ours, eager), name
         return
-    assert torch.equal(ours.isnan(), eager.isnan()), f"{name}: NaN at other places than eager"
-    assert torch.equal(ours.isinf(), eager.isinf()), f"{name}: Inf at other places than eager"
     ok = eager.isfinite() & exact.isfinite()
     if not ok.any():
         return

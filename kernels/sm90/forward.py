@@ -817,7 +817,7 @@ class ForwardKernel(Prepare):
         """S becomes exp(S - reference) in place; row sums grow by it.
 
         All on the special function unit: with one in 8 as a polynomial on the fma units instead, as on Blackwell, every
-        head dim runs 3 to 6 % slower here, with one in 4 up to 11 % (H200, 2026-11-30).
+        head dim runs 2 to 6 % slower here, with one in 4 up to 13 % (tests/results/kernels_tuning_h200.json).
         """
         unit = self.unit(scale_log2)
         for r in range(2):
