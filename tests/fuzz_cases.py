@@ -13,6 +13,7 @@ from forms_support import check_alike, check_close, up
 from fuzz_programs import Builder, Input, Program
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = [torch.float64] * 8 + [torch.float32, torch.bfloat16]
 RAISES = "compiling or running raises "
@@ -79,6 +80,18 @@ def fresh(inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Te
             for x in inputs]
 
 
+class InfinitySeen(TorchDispatchMode):
+    """Whether some operation gave +inf."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point():
+            self.seen |= bool((out == float("inf")).any())
+        return out
+
+
 @dataclass
 class Case:
     """A program with values."""
@@ -108,11 +121,17 @@ class Case:
         return [o.detach() for o in outs] + [x.detach() for x in xs], derive([outs], [xs])[0] if self.train else []
 
     def valid(self) -> bool:
-        """Draws the inputs; whether the program runs on them at all, and computes something worth comparing."""
+        """Draws the inputs; whether the program runs on them at all, and computes something worth comparing: an
+        additive mask that the program turns into +inf is not, since another mask may hide it (README, semantics)."""
         sizes = [self.program.sizes] + [other_sizes(self.program.sizes)] * self.dynamic
         g = torch.Generator().manual_seed(zlib.crc32(self.program.source().encode()))
         self.inputs = [[make(i, s, self.dtype, self.train, g) for i in self.program.inputs] for s in sizes]
         try:
+            if any(i.kind == "additive" for i in self.program.inputs):
+                with InfinitySeen() as infinity, torch.no_grad():
+                    load(self.program.source())["program"](*fresh(self.inputs[0]))
+                if infinity.seen:
+                    return False
             self.eager = [self.run_eager(xs) for xs in self.inputs]
             self.exact = self.eager if self.dtype == torch.float64 else [
                 self.run_eager(xs, torch.float64) for xs in self.inputs]

@@ -215,7 +215,6 @@ class Builder:
             kind, a = c.pick(["float", "float", "additive"]), self.number()
             x = self.captured(kind)
             if kind == "additive":
-                # Only added: eager code gives NaN where a score of +inf meets a mask of -inf, and a mask may hide that.
                 return c.pick([f"s = s + {x}", f"s = {x} + s", f"s += {x}", f"s = torch.rsub(s, {x})",
                                f"s = torch.add(s, {x}, alpha=2)"])
             return c.pick([f"s = s + {x}", f"s = {x} + s", f"s = torch.add(s, {x}, alpha={a})", f"s = s - {x}",

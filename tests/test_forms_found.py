@@ -218,3 +218,19 @@ def test_a_constant_bias_is_not_rounded_to_half() -> None:
         got = Compiled(form).fn(*xs)
         assert [b.outcome for b in fa_inductor.report().blocks] == ["rewritten"]
     check_close("output", got, form(*xs), form(*(x.double() for x in xs)))
+
+
+@pytest.mark.parametrize("lift", [torch.finfo(torch.float64).max, 1e9, 4e4])
+def test_a_number_that_lifts_what_a_finite_fill_hid(lift: float) -> None:
+    """The second step has the wrong sign for a mask: keys that the first one hid come back, others win."""
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(8)
+        s = scores(q, k).masked_fill(AFTER, -lift)
+        return torch.softmax(s + ((i[:, None] - i) % 3 != 0).to(s.dtype) * lift, -1) @ v
+
+    g = torch.Generator().manual_seed(1)
+    xs = [torch.randn(2, 4, 8, 8, generator=g, dtype=torch.float64) for _ in range(3)]
+    with torch.no_grad(), compiling(validate=False):
+        got = Compiled(form).fn(*xs)
+        assert [b.outcome for b in fa_inductor.report().blocks] == ["rewritten"]
+    torch.testing.assert_close(got, form(*xs), rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from ..kernels.expr import SCORE, Expr
 from ..kernels.record import Attention, Predicate
 from ..prove import (
     AXES,
+    MASK_THRESHOLD,
     Evaluator,
     MaskProof,
     Materialiser,
@@ -278,7 +279,8 @@ class Reader:
                 raise Refusal(Code.GRAD_CAPTURE, f"{other.name} is added with a factor")
             self.masks.differentiated()
             proof = prove_additive(self.ev, other, self.captures.index(step, other), dtype)
-            self._plus(self.captures.differentiable(step, other), "add" if factor > 0 else "sub", of_proof(proof))
+            self._plus(self.captures.differentiable(step, other), "add" if factor > 0 else "sub", of_proof(proof),
+                       of_tree(proof.residual))
             return
         if factor != 1.0:
             other = self.mat.before(self.block.out).call(aten.mul.Tensor, other, factor)
@@ -299,7 +301,9 @@ class Reader:
             self.masks.hazard |= only_inputs(other)
             self._plus(self.captures.residual(proof.residual), size=of_tree(proof.residual))
 
-    def _plus(self, e: Expr, op: str = "add", size: float = 0.0) -> None:
+    def _plus(self, e: Expr, op: str = "add", size: float = 0.0, bias: float | None = None) -> None:
+        """``size``: what the constants in it may make of it; ``bias``: without its mask's fills, if that differs."""
+        self.masks.hazard |= (size if bias is None else bias) >= -MASK_THRESHOLD
         inner = e.args[0] if e.op == "cast" else e
         if isinstance(inner, Expr) and inner.op == "load":  # the whole operand, and not a part of its program
             self.reach[inner.args[0]] = max(size, self.reach.get(inner.args[0], 0.0))  # type: ignore[index, arg-type]
