@@ -26,10 +26,6 @@ _FAR = 1 << 29
 """Offsets are clamped to this: beyond every key, and sums of a few of them still fit 32 bits."""
 _L2_BYTES = 32 << 20
 """K and V that a section of heads walks together."""
-_RUNS = 8
-"""Runs into which the row blocks of a causal head are cut.  The last run to be dealt out decides how long the
-multiprocessors wait for each other: 1/8 of the longest rows at most.  Each run reads K and V again, which short rows do
-not make up for: d128 at s1024 ran at 0.83 of FA3's speed with 8 runs and at 0.97 with one (H200, 2026-11-30)."""
 _FLOATS = ("bfloat16", "float16", "float32")
 _CAPTURES = (*_FLOATS, "bool", "int64", "int32", "int16", "int8", "uint8")
 _CASTS = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "bool")
@@ -375,14 +371,14 @@ def attention(
     size = (variant, batch, rows, keys, device.index)
     launch = plan.launches.get(size)
     if launch is None:
-        section, run, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
+        section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         if len(plan.launches) > 1000:
             plan.launches.clear()
-        launch = plan.launches[size] = (_kernel(variant), section, run, blocks)
-    fn, section, run, blocks = launch
+        launch = plan.launches[size] = (_kernel(variant), section, blocks)
+    fn, section, blocks = launch
     tickets = torch.empty(1, dtype=torch.int32, device=device) if variant.uneven else None
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
-            section, run, tickets, blocks)
+            section, tickets, blocks)
     if device.index == torch.cuda.current_device():
         fn(*args)
     else:
@@ -413,7 +409,7 @@ class _Plan:
         self.bshd = record.layout == "bshd"
         self.scale, self.fill = record.scale, record.fill
         self.lo, self.hi = -_FAR, _FAR
-        self.launches: dict[Any, tuple[Any, int, int, int]] = {}
+        self.launches: dict[Any, tuple[Any, int, int]] = {}
         # Nothing but bands with constant offsets: no per-call work.
         self.plain = record.sink is None and self.variant.empty != "mean" and not self.loads and not self.syms and all(
             isinstance(a, Predicate) or isinstance(a, Band) and isinstance(a.lo, int | None) and isinstance(a.hi, int | None)
@@ -462,9 +458,9 @@ def _narrow(x: int) -> int:
 
 def schedule(
     variant: Forward, batch: int, heads: int, group: int, rows: int, keys: int, device: int
-) -> tuple[int, int, int]:
-    """(section, run, blocks) of a launch: one block a multiprocessor at most, which fetches the next tile's Q and K while
-    it writes O.
+) -> tuple[int, int]:
+    """(section, blocks) of a launch: one block a multiprocessor at most, which fetches the next tile's Q and K while it
+    writes O.
 
     Raises:
         ValueError: more tiles of queries than a counter of 32 bits can deal out.
@@ -475,5 +471,4 @@ def schedule(
         raise ValueError(f"{tiles} tiles of queries are more than a counter of 32 bits can deal out")
     per_head = 2 * keys * (variant.dim + variant.dim_v)
     section = min(max(1, _L2_BYTES // per_head) * group, heads * batch)
-    runs = 1 if keys * group < 2048 else min(_RUNS, keys * group // 512)
-    return section, -(-m_blocks // runs), min(tiles, _sm_count(device))
+    return section, min(tiles, _sm_count(device))

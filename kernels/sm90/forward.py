@@ -40,6 +40,8 @@ from .variant import Forward
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 NEG_INF = -float("inf")
+_DRAW = 2
+"""The next item is drawn so many key tiles before the end of the loads of one."""
 _ITEM = 8
 """Words of shared memory for what the load warp tells about a work item."""
 LAZY = 8.0
@@ -128,7 +130,6 @@ class ForwardKernel(Prepare):
         chunk: Int32,
         chunk_offset: Int32,
         section: Int32,
-        run: Int32,
         tickets: cute.Tensor | None,
         blocks: Int32,
         stream: Any,
@@ -138,8 +139,7 @@ class ForwardKernel(Prepare):
         ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]``, each None where the variant does not use it.
 
         tiles: scratch for `list_tiles`.  seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
-        section: heads whose K and V are walked together (they should fit in L2); run: row blocks of each that are, before
-        the next section's (see `_decode`).  tickets: ``[1]`` int32, scratch.
+        section: heads whose K and V are walked together (they should fit in L2).  tickets: ``[1]`` int32, scratch.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
         """
         tile = self.t
@@ -165,7 +165,7 @@ class ForwardKernel(Prepare):
         elif const_expr(tickets is not None and padding is None):
             self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
         captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
-        args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, (section, run), tickets)
+        args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, section, tickets)
         self.kernel(
             tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, *args, lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -173,38 +173,33 @@ class ForwardKernel(Prepare):
     # ------------------------------------------------------------------ which tile, which keys
 
     # A block begins with the item of its own number.  Where all items cost the same, the rest is dealt out in turn, else
-    # by a counter.  The load warp is one item ahead, works out what it is, and tells the other warps.
+    # by a counter: as late as its latency allows, or a block that is at a long item would keep the next one waiting.  The
+    # load warp works out what the item is, and tells the other warps.
 
-    def _decode(self, index, rows, heads, batch, order):
+    def _decode(self, index, rows, heads, batch, section):
         """Work item -> (row block, query head, batch).
 
         Without a causal edge the row blocks of one head follow each other, so that its K and V stay in L2.  With one,
-        long rows come first: a run of row blocks in one section of heads after the other, then the next shorter run.
+        the row blocks of a section of heads follow each other, long rows first.
         """
         m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
         if not self.v.rising:
             bh = index // m_blocks
             m = index - bh * m_blocks
         else:
-            section, run = order
-            all_heads = heads * batch
-            turn = index // (run * all_heads)
-            rest = index - turn * (run * all_heads)
-            longest = m_blocks - 1 - turn * run
-            run = cutlass.min(run, longest + 1)
-            first = rest // (section * run)
-            rest = rest - first * (section * run)
-            width = cutlass.min(section, all_heads - first * section)
+            first = index // (section * m_blocks)
+            rest = index - first * (section * m_blocks)
+            width = cutlass.min(section, heads * batch - first * section)
             step = rest // width
-            m = longest - step
+            m = m_blocks - 1 - step
             bh = first * section + (rest - step * width)
         b = bh // heads
         return m, bh - b * heads, b
 
-    def _begin(self, index, total, rows, heads, batch, order, keys, seen, tiles, edges):
+    def _begin(self, index, total, rows, heads, batch, section, keys, seen, tiles, edges):
         """(index, row block, query head, batch entry, first key tile, one past the last); behind the last item it is the
         last one again but for the index."""
-        m, h, b = self._decode(cutlass.min(index, total - 1), rows, heads, batch, order)
+        m, h, b = self._decode(cutlass.min(index, total - 1), rows, heads, batch, section)
         if self.v.listed:
             count = cute.arch.make_warp_uniform(self._list(tiles, m, h, b)[0])
             return index, m, h, b, Int32(0), count
@@ -278,7 +273,7 @@ class ForwardKernel(Prepare):
         scale: Float32,
         fill: Float32,
         edges: tuple,
-        order: tuple,
+        section: Int32,
         tickets: cute.Tensor | None,
         lq: cute.ComposedLayout,
         lk: cute.ComposedLayout,
@@ -338,7 +333,7 @@ class ForwardKernel(Prepare):
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.t.producer_regs)
             if warp_index == 0:
-                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, order, tickets)
+                self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, section, tickets)
             if const_expr(self.v.padding):
                 if warp_index == 1:
                     self.mask(mq, mk, sv, shared, padding, tiles)
@@ -348,7 +343,7 @@ class ForwardKernel(Prepare):
                          captures, ints, scale, fill, edges)
 
     @cute.jit
-    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, order, tickets):
+    def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, section, tickets):
         """Producer warp: Q once a tile, then K and V in the order in which the consumers need them."""
         v, t = self.v, self.t
         rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
@@ -370,11 +365,10 @@ class ForwardKernel(Prepare):
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         slot, slot_phase = Int32(0), Int32(1)
         index, m, h, b, first, last = self._begin(
-            cute.arch.block_idx()[0], total, rows, heads, batch, order, keys, seen, tiles, edges)
+            cute.arch.block_idx()[0], total, rows, heads, batch, section, keys, seen, tiles, edges)
         self._tell((index, m, h, b, first, last), shared, slot, slot_phase)
         slot ^= 1
         while index < total:
-            drawn = self._draw(index, tickets)
             hk = h // group
             # Before Q: the buffers of K are free while the tile before is still being written.
             n, _ = self._tile(tiles, m, h, b, Int32(0), last)
@@ -387,18 +381,21 @@ class ForwardKernel(Prepare):
                 cute.copy(tma_q, q_g[None, m * self.nwg + w, h, b], q_s[None, w],
                           tma_bar_ptr=shared.q_full.data_ptr() + w)
             q_phase ^= 1
-            following = self._begin(
-                cute.arch.shuffle_sync(drawn, 0), total, rows, heads, batch, order, keys, seen, tiles, edges)
-            self._tell(following, shared, slot, slot_phase)
-            slot, slot_phase = slot ^ 1, slot_phase ^ slot
+            drawn = Int32(0)
             for i in cutlass.range(last - first, unroll=1):
                 before = n
                 if i + 1 < last - first:
                     n, _ = self._tile(tiles, m, h, b, i + 1, last)
                     k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
                                                    k_stage, k_phase, k_bytes)
+                if i == cutlass.max(last - first - _DRAW, 0):
+                    drawn = self._draw(index, tickets)
                 v_stage, v_phase = self._fetch(tma_v, v_g[None, before, hk, b], v_s, shared.v_full, shared.v_empty,
                                                v_stage, v_phase, v_bytes)
+            following = self._begin(
+                cute.arch.shuffle_sync(drawn, 0), total, rows, heads, batch, section, keys, seen, tiles, edges)
+            self._tell(following, shared, slot, slot_phase)
+            slot, slot_phase = slot ^ 1, slot_phase ^ slot
             index, m, h, b, first, last = following
 
     def _fetch(self, tma, source, target, full, empty, stage, phase, size):
@@ -529,7 +526,6 @@ class ForwardKernel(Prepare):
             row0 = m * t.rows + row_in_block
             o.fill(0.0)
             row_max.fill(NEG_INF)
-            row_sum.fill(0.0)
             if const_expr(not t.own_o):
                 self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
             q_phase ^= 1
@@ -544,7 +540,8 @@ class ForwardKernel(Prepare):
             _arrive(shared.k_empty.data_ptr() + k_stage)
             k_stage, k_phase = self._advance(k_stage, k_phase)
             self.maxima(s0, row_max, scale_log2)
-            self.exponentials(s0, row_max, row_sum, scale_log2)
+            sums = self.exponentials(s0, row_max, scale_log2)
+            row_sum[0], row_sum[1] = sums[0], sums[1]
             self.pack(s0, packed)
 
             for i in cutlass.range(last - first - 1, unroll=1):
@@ -577,17 +574,27 @@ class ForwardKernel(Prepare):
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 factor0, factor1 = Float32(1.0), Float32(1.0)
                 before = (row_max[0], row_max[1])
-                rose = self.maxima(s, row_max, scale_log2)
-                # ptxas moves a wait up over arithmetic, but not over a branch: this one keeps the search for the
-                # maxima under the PV product, whose end the exponentials need not wait for any more.
+                kept = self.maxima(s, row_max, scale_log2, 0)
+                between = (row_max[0], row_max[1])
+                part = self.exponentials(s, row_max, scale_log2, 0)
+                kept = kept & self.maxima(s, row_max, scale_log2, 1)
+                rest = self.exponentials(s, row_max, scale_log2, 1)
+                # ptxas moves a wait up over arithmetic, but not over a branch that needs its result: this one keeps all
+                # of the softmax under the PV product.  No sum is that large: a term is at most 2^LAZY.
+                rose = cute.arch.vote_any_sync(not_(kept) | (part[0] + rest[0] + (part[1] + rest[1]) > 1e30))
+                total0, total1 = row_sum[0] + (part[0] + rest[0]), row_sum[1] + (part[1] + rest[1])
                 if rose:
-                    factor0, factor1 = self.factors(before, row_max, row_sum, scale_log2)
+                    factor0, factor1 = self.factors(before, row_max, scale_log2)
+                    again0, again1 = self.factors(between, row_max, scale_log2)
+                    _scale(s, again0, again1, 0)
+                    total0 = row_sum[0] * factor0 + (part[0] * again0 + rest[0])
+                    total1 = row_sum[1] * factor1 + (part[1] * again1 + rest[1])
+                row_sum[0], row_sum[1] = total0, total1
                 warpgroup.wait_group(0)
                 _arrive(shared.v_empty.data_ptr() + v_stage)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
                 if rose:
                     _scale(o, factor0, factor1)
-                self.exponentials(s, row_max, row_sum, scale_log2)
                 self.pack(s, packed)
 
             self.wait_v(shared, v_stage, v_phase)
@@ -783,12 +790,12 @@ class ForwardKernel(Prepare):
         """Base-2 units of a number in S."""
         return Float32(LOG2E) if self.v.premultiply else scale_log2
 
-    def maxima(self, s, row_max, scale_log2):
-        """Raise the references of the two rows of a thread where S exceeds them by much; True if any row of the warp
-        did, whose sums and outputs must then be scaled."""
+    def maxima(self, s, row_max, scale_log2, half=None):
+        """Raise the references of the two rows of a thread where S exceeds them by much; False if one was raised, and its
+        sum and output must be scaled."""
         kept = None
         for r in range(2):
-            idx = _row(cute.size(s), r)
+            idx = _row(cute.size(s), r, half)
             # Four chains: fmax has a latency of several cycles.  A NaN wins, and makes the whole row NaN.
             tops = [s[i] for i in idx[:4]]
             for n, i in enumerate(idx[4:]):
@@ -803,28 +810,25 @@ class ForwardKernel(Prepare):
             keep = (top - old) * self.unit(scale_log2) <= LAZY
             row_max[r] = select_(keep, old, top)
             kept = keep if kept is None else kept & keep
-        return cute.arch.vote_any_sync(not_(kept))
+        return kept
 
-    def factors(self, before, row_max, row_sum, scale_log2):
-        """Bring the row sums from the references `before` to the new ones; returns the factors, for O."""
-        found = []
-        for r in range(2):
-            found.append(cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True))
-            row_sum[r] = row_sum[r] * found[r]
-        return found
+    def factors(self, before, row_max, scale_log2):
+        """What brings row sums and O from the references `before` to the new ones."""
+        return [cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True) for r in range(2)]
 
-    def exponentials(self, s, row_max, row_sum, scale_log2):
-        """S becomes exp(S - reference) in place; row sums grow by it.
+    def exponentials(self, s, row_max, scale_log2, half=None):
+        """S becomes exp(S - reference) in place; returns what the row sums grow by.
 
         All on the special function unit: with one in 8 as a polynomial on the fma units instead, as on Blackwell, every
         head dim runs 2 to 6 % slower here, with one in 4 up to 13 % (tests/results/kernels_tuning_h200.json).
         """
         unit = self.unit(scale_log2)
+        found = []
         for r in range(2):
             top = _finite(row_max[r])
             shift = top * unit
             sums = []
-            for n, i in enumerate(_row(cute.size(s), r)):
+            for n, i in enumerate(_row(cute.size(s), r, half)):
                 x = (s[i] - top) * unit if self.v.premultiply else cute.math.fma(s[i], unit, -shift)
                 x = cute.math.exp2(x, fastmath=True)
                 s[i] = x
@@ -832,7 +836,8 @@ class ForwardKernel(Prepare):
                     sums.append(x)
                 else:
                     sums[n % 4] = sums[n % 4] + x
-            row_sum[r] = row_sum[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+            found.append((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        return found
 
     def pack(self, s, packed):
         """S rounded to 16 bits: the A operand of the PV product, two elements a register."""
@@ -877,14 +882,16 @@ class ForwardKernel(Prepare):
                     lse[b, h, row] = log_sum
 
 
-def _row(size: int, r: int) -> list[int]:
-    """Elements of an accumulator of `size` registers that are in row r of a thread's two."""
-    return [4 * j + 2 * r + e for j in range(size // 4) for e in range(2)]
+def _row(size: int, r: int, half: int | None = None) -> list[int]:
+    """Elements of an accumulator of `size` registers that are in row r of a thread's two; of one half of its columns."""
+    groups = size // 4
+    which = {None: range(groups), 0: range(groups // 2), 1: range(groups // 2, groups)}[half]
+    return [4 * j + 2 * r + e for j in which for e in range(2)]
 
 
-def _scale(o, factor0, factor1):
+def _scale(o, factor0, factor1, half=None):
     for r, factor in enumerate((factor0, factor1)):
-        for i in _row(cute.size(o), r):
+        for i in _row(cute.size(o), r, half):
             o[i] = o[i] * factor
 
 

@@ -124,7 +124,7 @@ class Launcher:
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, run, tickets, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, blocks = numbers
         memory = _Storage()
         dense, doc_q, doc_k, _, _, tiles, *_ = optional
         documents = [memory.tensor(x) for x in (doc_q, doc_k) if x is not None]
@@ -151,7 +151,7 @@ class Launcher:
                    for x, u in zip(optional, unit, strict=False) if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
         params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
-                  chunk, offset, section, run, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
+                  chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
 
