@@ -34,7 +34,7 @@ from cutlass.utils import SmemAllocator
 
 from ..expr import SCORE
 from .prepare import SCAN, Prepare
-from .program import Emitter, as_bool, as_float
+from .program import TANH_SMALL, Emitter, as_bool, as_float, tanh_reach
 from .variant import Forward
 
 LOG2E = math.log2(math.e)
@@ -668,7 +668,13 @@ class ForwardKernel(Prepare):
         band_lo, band_hi, chunk, chunk_offset = edges
         key0 = n * t.keys
         if const_expr(v.has_program):
-            self.program(s, captures, ints, scale, b, h, row0, key0 + column, rows, keys)
+            where = (b, h, row0, key0 + column, rows, keys)
+            if const_expr(v.score is None or tanh_reach(v.score) == 0.0):
+                self.program(s, captures, ints, scale, where, False)
+            elif cute.arch.vote_all_sync(self.small(s, scale)):
+                self.program(s, captures, ints, scale, where, True)
+            else:
+                self.program(s, captures, ints, scale, where, False)
         elif const_expr(v.premultiply):
             _scale(s, scale, scale)
         if const_expr(v.listed):
@@ -695,9 +701,22 @@ class ForwardKernel(Prepare):
     # The readers of captures clamp their indices instead of branching: a branch with a product in flight would make
     # ptxas run the products one by one.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
 
-    def program(self, s, captures, ints, scale, b, h, row0, col0, rows, keys):
+    def small(self, s, scale):
+        """Whether no argument of a tanh in a tile is above `TANH_SMALL`, by the squares of 8 of them at a time."""
+        n = cute.size(s) // 8
+        sums = [s[i] * s[i] for i in range(n)]
+        for i in range(n, cute.size(s)):
+            sums[i % n] = cute.math.fma(s[i], s[i], sums[i % n])
+        top = sums[0]
+        for x in sums[1:]:
+            top = _max(top, x)
+        x = scale * tanh_reach(self.v.score)
+        return top * (x * x) <= TANH_SMALL**2
+
+    def program(self, s, captures, ints, scale, where, small):
         v = self.v
-        emit = Emitter(v.captures, captures, ints, b, h, col0, keys)
+        b, h, row0, col0, rows, keys = where
+        emit = Emitter(v.captures, captures, ints, b, h, col0, keys, scale, small)
         # scale * QK^T + f(everything else) is one fma
         plain = v.score is not None and v.score.op == "add" and SCORE in v.score.args
         other = None
@@ -714,7 +733,7 @@ class ForwardKernel(Prepare):
                     if plain:
                         x = cute.math.fma(s[i], scale, as_float(emit(other, row, column, None)))
                     elif v.score is not None:
-                        x = as_float(emit(v.score, row, column, s[i] * scale))
+                        x = as_float(emit(v.score, row, column, s[i]))
                     else:
                         x = s[i] * scale if v.premultiply else s[i]
                     for predicate in v.predicates:
@@ -783,8 +802,8 @@ class ForwardKernel(Prepare):
                     s[i] = select_(theirs == mine[r], s[i], Float32(NEG_INF))
 
     # Online softmax.  With a positive scale the maximum is taken over raw scores and the scale is folded into the
-    # exponent's fma.  Otherwise S holds the scores themselves, in natural units: a bias of -3.4e38 must stay finite,
-    # since a row that has it everywhere is a uniform one.
+    # exponent's fma.  Otherwise S holds the scores themselves, in natural units.  A bias of -3.4e38 must stay finite, since
+    # a row that has it everywhere is a uniform one: no fma where there may be one.
 
     def unit(self, scale_log2):
         """Base-2 units of a number in S."""
@@ -829,7 +848,7 @@ class ForwardKernel(Prepare):
             shift = top * unit
             sums = []
             for n, i in enumerate(_row(cute.size(s), r, half)):
-                x = (s[i] - top) * unit if self.v.premultiply else cute.math.fma(s[i], unit, -shift)
+                x = cute.math.fma(s[i], unit, -shift) if self.v.moderate else (s[i] - top) * unit
                 x = cute.math.exp2(x, fastmath=True)
                 s[i] = x
                 if n < 4:

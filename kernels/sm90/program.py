@@ -30,8 +30,10 @@ class Emitter:
     """Evaluates programs at (b, h, q, k)."""
 
     def __init__(self, captures: Sequence[Capture], tensors: Sequence[Any], ints: Sequence[Any], b: Any, h: Any,
-                 col0: Any, keys: Any):
+                 col0: Any, keys: Any, scale: Any = 1.0, small: bool = False):
+        """``scale`` makes scores of what is given as such; ``small``: the arguments of tanh are at most `TANH_SMALL`."""
         self.captures, self.tensors, self.ints, self.b, self.h = captures, tensors, ints, b, h
+        self.scale, self.small = scale, small
         self.col0, self.keys = col0, keys
         self._memo: dict[Any, Any] = {}
         self._axes: dict[Expr, frozenset[str]] = {}
@@ -125,7 +127,7 @@ class Emitter:
     def _emit(self, e: Expr, row: Any, column: Any, score: Any) -> Any:
         match e.op:
             case "score":
-                return score
+                return score * self.scale
             case "const":
                 x = e.args[0]
                 return Boolean(x) if isinstance(x, bool) else Int32(x) if isinstance(x, int) else Float32(x)
@@ -135,6 +137,10 @@ class Emitter:
                 return self.ints[e.args[0]]
             case "load":
                 return self._load(e.args[0], row, column)
+            case "tanh" if self.small and factor(e.args[0]) is not None:
+                return self._small_tanh(factor(e.args[0]), 1.0, score)
+            case "mul" if self.small and e.args[0].op == "tanh" and e.args[1].op == "const" and factor(e.args[0].args[0]):
+                return self._small_tanh(factor(e.args[0].args[0]), e.args[1].args[0], score)
             case "div" if e.args[1].op == "const":  # a true division branches, and branches here stall the products
                 return as_float(self(e.args[0], row, column, score)) * (1.0 / e.args[1].args[0])
             case "cast":
@@ -148,6 +154,43 @@ class Emitter:
         if any(map(_is_float, values)):
             values = [self._as_float(a, row, column, x) for a, x in zip(e.args, values, strict=True)]
         return _OPS[e.op](*values)
+
+
+    def _small_tanh(self, by: Any, times: float, score: Any) -> Any:
+        """times tanh(by score), its factors folded into the coefficients."""
+        key = ("tanh", by, times)
+        if key not in self._memo:
+            x = Float32(by) * self.scale
+            self._memo[key] = [Float32(c * times) * power for c, power in
+                               zip(_TANH, (x, x * x * x, x * x * x * (x * x), x * x * x * (x * x * (x * x))), strict=True)]
+        c0, c1, c2, c3 = self._memo[key]
+        square = score * score
+        return score * cute.math.fma(square, cute.math.fma(square, cute.math.fma(square, c3, c2), c1), c0)
+
+
+TANH_SMALL = 0.5
+_TANH = (0.999999464, -0.333263761, 0.131909124, -0.0444185817)
+"""tanh(x) / x in x^2 up to `TANH_SMALL`, relative error 6e-7 (fit at Chebyshev points)."""
+
+
+def factor(e: Expr) -> float | None:
+    """c where `e` is c times the score."""
+    match e.op:
+        case "score":
+            return 1.0
+        case "neg":
+            c = factor(e.args[0])
+            return None if c is None else -c
+        case "mul" | "div" if e.args[1].op == "const" and e.args[1].args[0]:
+            c = factor(e.args[0])
+            return None if c is None else c * e.args[1].args[0] if e.op == "mul" else c / e.args[1].args[0]
+    return None
+
+
+def tanh_reach(e: Expr) -> float:
+    """Largest |c| of the tanh(c score) in a program, 0 without any."""
+    own = abs(factor(e.args[0]) or 0.0) if e.op == "tanh" else 0.0
+    return max(own, *map(tanh_reach, e.children()), 0.0)
 
 
 # What one load of a capture gives, by its size; the bits are taken apart in `_decode`.

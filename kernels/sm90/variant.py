@@ -17,6 +17,7 @@ MAX_CAPTURES = 4
 """Tensors that score program and predicates may read."""
 MAX_INTS = 4
 """Run-time integers that they may read."""
+_MODERATE = 1e4
 SMEM_LIMIT = 232448
 """Bytes of shared memory one block can have on sm_90 (227 KiB)."""
 
@@ -51,6 +52,7 @@ _TILES: tuple[tuple[int, int, str, Tile], ...] = (
     (128, 128, "captures", Tile(128, 96, 2, 240, 24, True, True,
                                 "ptxas loads a whole tile of a capture ahead; with 128 keys that spills; 2026-11-29")),
     (256, 256, "captures", Tile(128, 48, 2, 240, 24, True, False, "as above; 2026-11-29")),
+    (64, 64, "score", Tile(192, 112, 2, 160, 32, True, True, "128 keys spill where a tanh is a polynomial; not tuned")),
     (64, 64, "", Tile(192, 128, 2, 160, 32, True, True,
                         "s4096 507 and causal 453 with turns, 488 and 436 without; 128 rows 405 to 417; 144 keys spill; 2026-11-30")),
     (96, 96, "", Tile(128, 128, 2, 240, 24, True, True, "192 rows spill with P in registers; not tuned")),
@@ -108,7 +110,7 @@ class Forward:
     @property
     def tile(self) -> Tile:
         per_key = any("k" in c.axes for c in self.captures) or self.dense or bool(self.documents)
-        uses = {"": True, "captures": per_key, "band": self.band_lo or self.band_hi}
+        uses = {"": True, "captures": per_key, "score": self.score is not None, "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
@@ -138,6 +140,13 @@ class Forward:
     def premultiply(self) -> bool:
         """S is turned into scores before the maximum is taken: scaled, and through the score program."""
         return not self.positive_scale or self.score is not None
+
+    @property
+    def moderate(self) -> bool:
+        """Nothing but QK^T and constants of its size is in the scores, so that a difference of two may be rounded once: a
+        row of -3.4e38 would be infinite, or far from uniform."""
+        return self.score is None or not any(
+            e.op == "load" or e.op == "const" and abs(e.args[0]) > _MODERATE for e in self.score.walk())
 
     @property
     def threads(self) -> int:

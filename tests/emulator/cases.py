@@ -45,7 +45,7 @@ class Case:
     nan_scores: bool = False
     """Some elements of the bias are NaN."""
     score: str = ""
-    """"softcap", "alibi", "distance"."""
+    """"softcap", "softcap high" (a cap that no score comes near), "alibi", "distance"."""
     predicate: bool = False
     chunk: tuple[int, int] | None = None
     sink: str = ""
@@ -75,6 +75,9 @@ class Problem:
     sink: torch.Tensor | None = None
     seen: torch.Tensor | None = None
     """Mask as bool, broadcastable to [B, H, Sq, Sk]."""
+
+
+_CAPS = {"softcap": 5.0, "softcap high": 50.0}
 
 
 def build(c: Case) -> Problem:
@@ -165,8 +168,9 @@ def build(c: Case) -> Problem:
         if c.nan_scores:
             p.bias = p.bias.masked_fill(torch.rand(p.bias.shape, generator=g) < 0.4 / p.bias.shape[-1], math.nan)
         score = call("add", SCORE, load(capture(p.bias)))
-    if c.score == "softcap":
-        score = call("mul", call("tanh", call("div", SCORE, const(5.0))), const(5.0))
+    if c.score in _CAPS:
+        cap = const(_CAPS[c.score])
+        score = call("mul", call("tanh", call("div", SCORE, cap)), cap)
     elif c.score == "alibi":
         slope = 2.0 ** (-8.0 * torch.arange(1, hq + 1) / hq)
         score = call("add", SCORE, call("mul", load(capture(slope[:, None, None])), call("sub", K, Q)))
@@ -195,8 +199,8 @@ def reference(c: Case, p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     i, j = torch.arange(c.rows)[:, None], torch.arange(c.keys)[None, :]
     if p.bias is not None:
         s = s + p.bias.double()
-    if c.score == "softcap":
-        s = torch.tanh(s / 5.0) * 5.0
+    if c.score in _CAPS:
+        s = torch.tanh(s / _CAPS[c.score]) * _CAPS[c.score]
     elif c.score == "alibi":
         slope = 2.0 ** (-8.0 * torch.arange(1, c.heads[0] + 1) / c.heads[0])
         s = s + (slope[:, None, None] * (j - i)).double()
@@ -272,6 +276,7 @@ CASES: dict[str, Case] = _numbered([
     Case("bias and padding", rows=70, keys=140, bias="hqk", bias_dtype="float32", padding="right", empty="mean"),
     Case("alibi", rows=100, keys=100, score="alibi", hi=0, heads=(2, 2), dtype="float16"),
     Case("distance", rows=80, keys=120, score="distance", dims=(128, 128)),
+    Case("softcap high", rows=200, keys=250, score="softcap high", hi=60),
     Case("softcap d256", rows=70, keys=130, score="softcap", hi=60, dims=(256, 256)),
     Case("prefix", rows=120, keys=120, predicate=True, dims=(128, 128)),
     Case("documents", rows=150, keys=150, documents=True, hi=0, empty="zero", dims=(128, 128)),
