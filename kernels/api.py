@@ -241,7 +241,7 @@ def variants() -> list[Forward]:
         Forward("bfloat16", 128, 128, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), empty="nan"),
         Forward("bfloat16", 128, 128, score=bias, captures=(Capture("float32"),), empty="nan"),
         Forward("bfloat16", 64, 64, score=bias, captures=(Capture("float32", "hqk", True, True),), padding=True, empty="mean"),
-        Forward("bfloat16", 256, 256, band_hi=True, score=softcap, empty="nan"),
+        *(Forward("bfloat16", d, d, band_hi=True, score=softcap, empty="nan") for d in (64, 96, 128, 256)),
         Forward("float16", 64, 64, band_hi=True, score=alibi, captures=(Capture("float32", "h"),), empty="nan"),
         Forward("bfloat16", 128, 128, predicates=(prefix,), empty="nan"),
         Forward("bfloat16", 128, 128, band_hi=True, chunk=True, empty="nan"),

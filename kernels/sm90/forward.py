@@ -574,21 +574,15 @@ class ForwardKernel(Prepare):
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 factor0, factor1 = Float32(1.0), Float32(1.0)
                 before = (row_max[0], row_max[1])
-                kept = self.maxima(s, row_max, scale_log2, 0)
-                between = (row_max[0], row_max[1])
-                part = self.exponentials(s, row_max, scale_log2, 0)
-                kept = kept & self.maxima(s, row_max, scale_log2, 1)
-                rest = self.exponentials(s, row_max, scale_log2, 1)
+                kept = self.maxima(s, row_max, scale_log2)
+                sums = self.exponentials(s, row_max, scale_log2)
                 # ptxas moves a wait up over arithmetic, but not over a branch that needs its result: this one keeps all
                 # of the softmax under the PV product.  No sum is that large: a term is at most 2^LAZY.
-                rose = cute.arch.vote_any_sync(not_(kept) | (part[0] + rest[0] + (part[1] + rest[1]) > 1e30))
-                total0, total1 = row_sum[0] + (part[0] + rest[0]), row_sum[1] + (part[1] + rest[1])
+                rose = cute.arch.vote_any_sync(not_(kept) | (sums[0] + sums[1] > 1e30))
+                total0, total1 = row_sum[0] + sums[0], row_sum[1] + sums[1]
                 if rose:
                     factor0, factor1 = self.factors(before, row_max, scale_log2)
-                    again0, again1 = self.factors(between, row_max, scale_log2)
-                    _scale(s, again0, again1, 0)
-                    total0 = row_sum[0] * factor0 + (part[0] * again0 + rest[0])
-                    total1 = row_sum[1] * factor1 + (part[1] * again1 + rest[1])
+                    total0, total1 = row_sum[0] * factor0 + sums[0], row_sum[1] * factor1 + sums[1]
                 row_sum[0], row_sum[1] = total0, total1
                 warpgroup.wait_group(0)
                 _arrive(shared.v_empty.data_ptr() + v_stage)
@@ -809,12 +803,12 @@ class ForwardKernel(Prepare):
         """Base-2 units of a number in S."""
         return Float32(LOG2E) if self.v.premultiply else scale_log2
 
-    def maxima(self, s, row_max, scale_log2, half=None):
+    def maxima(self, s, row_max, scale_log2):
         """Raise the references of the two rows of a thread where S exceeds them by much; False if one was raised, and its
         sum and output must be scaled."""
         kept = None
         for r in range(2):
-            idx = _row(cute.size(s), r, half)
+            idx = _row(cute.size(s), r)
             # Four chains: fmax has a latency of several cycles.  A NaN wins, and makes the whole row NaN.
             tops = [s[i] for i in idx[:4]]
             for n, i in enumerate(idx[4:]):
@@ -835,7 +829,7 @@ class ForwardKernel(Prepare):
         """What brings row sums and O from the references `before` to the new ones."""
         return [cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True) for r in range(2)]
 
-    def exponentials(self, s, row_max, scale_log2, half=None):
+    def exponentials(self, s, row_max, scale_log2):
         """S becomes exp(S - reference) in place; returns what the row sums grow by.
 
         All on the special function unit: with one in 8 as a polynomial on the fma units instead, as on Blackwell, every
@@ -847,7 +841,7 @@ class ForwardKernel(Prepare):
             top = _finite(row_max[r])
             shift = top * unit
             sums = []
-            for n, i in enumerate(_row(cute.size(s), r, half)):
+            for n, i in enumerate(_row(cute.size(s), r)):
                 x = cute.math.fma(s[i], unit, -shift) if self.v.moderate else (s[i] - top) * unit
                 x = cute.math.exp2(x, fastmath=True)
                 s[i] = x
@@ -901,16 +895,14 @@ class ForwardKernel(Prepare):
                     lse[b, h, row] = log_sum
 
 
-def _row(size: int, r: int, half: int | None = None) -> list[int]:
-    """Elements of an accumulator of `size` registers that are in row r of a thread's two; of one half of its columns."""
-    groups = size // 4
-    which = {None: range(groups), 0: range(groups // 2), 1: range(groups // 2, groups)}[half]
-    return [4 * j + 2 * r + e for j in which for e in range(2)]
+def _row(size: int, r: int) -> list[int]:
+    """Elements of an accumulator of `size` registers that are in row r of a thread's two."""
+    return [4 * j + 2 * r + e for j in range(size // 4) for e in range(2)]
 
 
-def _scale(o, factor0, factor1, half=None):
+def _scale(o, factor0, factor1):
     for r, factor in enumerate((factor0, factor1)):
-        for i in _row(cute.size(o), r, half):
+        for i in _row(cute.size(o), r):
             o[i] = o[i] * factor
 
 

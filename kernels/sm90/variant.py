@@ -53,9 +53,11 @@ _TILES: tuple[tuple[int, int, str, Tile], ...] = (
                                 "ptxas loads a whole tile of a capture ahead; with 128 keys that spills; 2026-11-29")),
     (256, 256, "captures", Tile(128, 48, 2, 240, 24, True, False, "as above; 2026-11-29")),
     (64, 64, "score", Tile(192, 112, 2, 160, 32, True, True, "128 keys spill where a tanh is a polynomial; not tuned")),
+    (96, 96, "score", Tile(192, 96, 2, 160, 32, True, True, "as above with 112 keys; not tuned")),
     (64, 64, "", Tile(192, 128, 2, 160, 32, True, True,
                         "s4096 507 and causal 453 with turns, 488 and 436 without; 128 rows 405 to 417; 144 keys spill; 2026-11-30")),
-    (96, 96, "", Tile(128, 128, 2, 240, 24, True, True, "192 rows spill with P in registers; not tuned")),
+    (96, 96, "", Tile(192, 112, 2, 160, 32, True, True,
+                        "s4096 608 and causal 553, 128 rows and 128 keys 544 and 532; 2026-11-30")),
     (128, 128, "band", Tile(128, 128, 2, 240, 24, True, True, "less waste on the diagonal")),
     (128, 128, "", Tile(128, 160, 2, 240, 24, True, True,
                           "all that fits 227 KiB with O in its own memory: s16384 666 and s4096 654, 128 keys 654 and 661; "
