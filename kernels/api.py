@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import cache
+from . import cache, one_row
 from .expr import SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
 from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
@@ -26,6 +26,8 @@ _FAR = 1 << 29
 """Offsets are clamped to this: beyond every key, and sums of a few of them still fit 32 bits."""
 _L2_BYTES = 32 << 20
 """K and V that a section of heads walks together."""
+_SHARE = 4
+"""Key tiles that a share of a split row has at least."""
 _FLOATS = ("bfloat16", "float16", "float32")
 _CAPTURES = (*_FLOATS, "bool", "int64", "int32", "int16", "int8", "uint8")
 _CASTS = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "bool")
@@ -236,7 +238,9 @@ def variants() -> list[Forward]:
             Forward("float16", d, dv, band_lo=True, band_hi=True, empty="zero"),
             Forward("bfloat16", d, dv, band_hi=True, padding=True, empty="mean"),
         ]
+    found += [Forward("bfloat16", d, d, split=True, empty="nan") for d in (64, 128, 256)]
     found += [
+        Forward("bfloat16", 128, 128, padding=True, split=True, empty="zero"),
         Forward("bfloat16", 128, 128, positive_scale=False, empty="nan"),
         Forward("bfloat16", 128, 128, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), empty="nan"),
         Forward("bfloat16", 128, 128, score=bias, captures=(Capture("float32"),), empty="nan"),
@@ -330,6 +334,16 @@ def attention(
         return out, lse
     if keys == 0:
         return _no_keys(record, captures, out, lse)
+    if rows == 1 and plan.packed is not None:
+        first, last = one_row.key_range(record, ints, keys)
+        if first == last:
+            return _no_keys(record, captures, out, lse)
+        q, captures = one_row.pack(record, q, captures, keys, first, last)
+        target = out.view(batch, kv_heads, record.group, dim_v) if out.is_contiguous() else None
+        found, found_lse = attention(q, k[:, :, first:last], v[:, :, first:last], plan.packed, captures, ints, target)
+        if target is None:
+            out.copy_(found.view(out.shape))
+        return out, found_lse.view(lse.shape)
 
     read: list[Any] = [None] * _OPTIONAL
     lo, hi, chunk, offset = plan.lo, plan.hi, 1, 0
@@ -372,13 +386,20 @@ def attention(
     launch = plan.launches.get(size)
     if launch is None:
         section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
+        shares = splits(variant, batch, heads, rows, keys, _sm_count(device.index))
+        if shares > 1:
+            section, blocks = shares, blocks * shares
         if len(plan.launches) > 1000:
             plan.launches.clear()
-        launch = plan.launches[size] = (_kernel(variant), section, blocks)
-    fn, section, blocks = launch
+        launch = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
+    fn, section, blocks, shares = launch
     tickets = torch.empty(1, dtype=torch.int32, device=device) if variant.uneven else None
+    parts = parts_lse = None
+    if shares > 1:
+        parts = torch.empty((shares * batch, heads, rows, dim_v), dtype=torch.float32, device=device)
+        parts_lse = torch.empty((shares * batch, heads, rows), dtype=torch.float32, device=device)
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
-            section, tickets, blocks)
+            section, tickets, parts, parts_lse, blocks)
     if device.index == torch.cuda.current_device():
         fn(*args)
     else:
@@ -398,18 +419,19 @@ _ZEROS = [0] * MAX_INTS
 class _Plan:
     """What every call of one record shares; keeps the record alive, so that its id stays its own."""
 
-    __slots__ = ("bshd", "dtype", "fill", "hi", "launches", "lo", "loads", "plain", "record", "scale", "sizes", "syms",
-                 "variant")
+    __slots__ = ("bshd", "dtype", "fill", "hi", "launches", "lo", "loads", "packed", "plain", "record", "scale", "sizes",
+                 "syms", "variant")
 
     def __init__(self, record: Attention):
         self.record = record
+        self.packed = one_row.packed(record)
         self.variant, self.loads, self.syms = _template(record)
         self.sizes = (record.q_heads, record.kv_heads, record.head_dim, record.head_dim_v)
         self.dtype = getattr(torch, record.dtype)
         self.bshd = record.layout == "bshd"
         self.scale, self.fill = record.scale, record.fill
         self.lo, self.hi = -_FAR, _FAR
-        self.launches: dict[Any, tuple[Any, int, int]] = {}
+        self.launches: dict[Any, tuple[Any, int, int, int]] = {}
         # Nothing but bands with constant offsets: no per-call work.
         self.plain = record.sink is None and self.variant.empty != "mean" and not self.loads and not self.syms and all(
             isinstance(a, Predicate) or isinstance(a, Band) and isinstance(a.lo, int | None) and isinstance(a.hi, int | None)
@@ -472,3 +494,13 @@ def schedule(
     per_head = 2 * keys * (variant.dim + variant.dim_v)
     section = min(max(1, _L2_BYTES // per_head) * group, heads * batch)
     return section, min(tiles, _sm_count(device))
+
+
+def splits(variant: Forward, batch: int, heads: int, rows: int, keys: int, sms: int) -> int:
+    """How many blocks share the keys of one tile of queries, so that few queries over many keys, as in decoding, keep
+    every multiprocessor reading; 1 where there are tiles enough.  Each share is some key tiles, or its fixed cost shows."""
+    if variant.listed or variant.sink is not None or variant.empty == "mean":
+        return 1
+    tile = variant.tile
+    items = -(-rows // tile.rows) * heads * batch
+    return max(1, min(sms // items, -(-keys // tile.keys) // _SHARE))

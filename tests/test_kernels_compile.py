@@ -5,10 +5,12 @@ import struct
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from importlib import metadata
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +153,35 @@ def test_every_tile_is_done_once(plain_ints, monkeypatch: pytest.MonkeyPatch, ba
             for at in range(0, total, section * m_blocks):
                 part = done[at:at + section * m_blocks]
                 assert [m for m, _, _ in part] == sorted((m for m, _, _ in part), reverse=True)
+
+
+def test_shares_of_a_split_row_cover_its_keys(plain_ints) -> None:
+    kernel = plain_ints
+    for rows, keys, batch, sms in product((1, 200), (1, 1000, 4097, 70_000), (1, 3), (5, 132)):
+        v = kernel.v = Forward("bfloat16", 128, 128, split=True)
+        kernel.t = v.tile
+        shares = api.splits(replace(v, split=False), batch, 2, rows, keys, sms)
+        items = -(-rows // v.tile.rows) * 2 * batch
+        assert shares == 1 or items * shares <= sms and keys >= 4 * v.tile.keys * (shares - 1)
+        total = kernel._total(rows, 2, batch, shares)
+        assert total == items * shares
+        seen: dict[Any, list[int]] = {}
+        for i in range(total):
+            _, m, h, b, first, last = kernel._begin(i, total, rows, 2, batch, shares, keys, None, None, (0, 0, 1, 0))
+            assert last > first
+            seen.setdefault((m, h, b), []).extend(range(first, last))
+        tiles = -(-keys // v.tile.keys)
+        for walked in seen.values():  # a share without keys walks a tile behind them
+            assert sorted(x for x in walked if x < tiles) == list(range(tiles))
+
+
+def test_few_rows_are_split_and_others_are_not() -> None:
+    v = Forward("bfloat16", 128, 128)
+    assert api.splits(v, 1, 8, 4, 32768, 132) == 16
+    assert api.splits(v, 16, 8, 4, 32768, 132) == 1
+    assert api.splits(v, 1, 8, 4, 600, 132) == 1
+    assert all(api.splits(x, 1, 8, 4, 32768, 132) == 1 for x in
+               (replace(v, dense=True), replace(v, sink="float32"), replace(v, empty="mean"), replace(v, documents="int32")))
 
 
 def test_key_tiles_cover_what_is_seen(plain_ints) -> None:

@@ -33,7 +33,7 @@ from cutlass.cutlass_dsl import not_, select_
 from cutlass.utils import SmemAllocator
 
 from ..expr import SCORE
-from .prepare import SCAN, Prepare
+from .prepare import COMBINE, SCAN, Prepare
 from .program import TANH_SMALL, Emitter, as_bool, as_float, tanh_reach
 from .variant import Forward
 
@@ -131,6 +131,8 @@ class ForwardKernel(Prepare):
         chunk_offset: Int32,
         section: Int32,
         tickets: cute.Tensor | None,
+        parts: cute.Tensor | None,
+        parts_lse: cute.Tensor | None,
         blocks: Int32,
         stream: Any,
     ):
@@ -139,7 +141,10 @@ class ForwardKernel(Prepare):
         ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]``, each None where the variant does not use it.
 
         tiles: scratch for `list_tiles`.  seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
-        section: heads whose K and V are walked together (they should fit in L2).  tickets: ``[1]`` int32, scratch.
+        section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
+        share the keys of an item.  tickets: ``[1]`` int32, scratch.
+        parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq]``, float32: scratch for what each of them
+        finds.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
         """
         tile = self.t
@@ -165,10 +170,16 @@ class ForwardKernel(Prepare):
         elif const_expr(tickets is not None and padding is None):
             self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
         captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
+        if const_expr(parts is not None):
+            tma_o, mo = None, parts
         args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, section, tickets)
         self.kernel(
-            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse, padding, *args, lq, lk, lv, lo,
+            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse if const_expr(parts is None) else parts_lse, padding, *args,
+            lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        if const_expr(parts is not None):
+            self.combine(parts, parts_lse, out, lse, section).launch(
+                grid=[out.shape[2], out.shape[1], out.shape[0]], block=[COMBINE, 1, 1], stream=stream)
 
     # ------------------------------------------------------------------ which tile, which keys
 
@@ -183,6 +194,8 @@ class ForwardKernel(Prepare):
         the row blocks of a section of heads follow each other, long rows first.
         """
         m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
+        if self.v.split:
+            index = index // section
         if not self.v.rising:
             bh = index // m_blocks
             m = index - bh * m_blocks
@@ -196,6 +209,11 @@ class ForwardKernel(Prepare):
         b = bh // heads
         return m, bh - b * heads, b
 
+    def _total(self, rows, heads, batch, section):
+        """How many work items there are."""
+        items = ((rows + (self.t.rows - 1)) // self.t.rows) * heads * batch
+        return items * section if self.v.split else items
+
     def _begin(self, index, total, rows, heads, batch, section, keys, seen, tiles, edges):
         """(index, row block, query head, batch entry, first key tile, one past the last); behind the last item it is the
         last one again but for the index."""
@@ -203,7 +221,15 @@ class ForwardKernel(Prepare):
         if self.v.listed:
             count = cute.arch.make_warp_uniform(self._list(tiles, m, h, b)[0])
             return index, m, h, b, Int32(0), count
-        return index, m, h, b, *self._key_tiles(m, b, rows, keys, seen, edges)
+        first, last = self._key_tiles(m, b, rows, keys, seen, edges)
+        if self.v.split:
+            each = (last - first + (section - 1)) // section
+            first = first + cutlass.min(index, total - 1) % section * each
+            beyond = (keys + (self.t.keys - 1)) // self.t.keys
+            none = first >= last  # then a tile of no keys: all is masked
+            last = select_(none, beyond + 1, cutlass.min(first + each, last))
+            first = select_(none, beyond, first)
+        return index, m, h, b, first, last
 
     def _list(self, tiles, m, h, b):
         """How many key tiles row block m walks, and which."""
@@ -257,7 +283,7 @@ class ForwardKernel(Prepare):
         mk: cute.Tensor,
         tma_v: cute.CopyAtom,
         mv: cute.Tensor,
-        tma_o: cute.CopyAtom,
+        tma_o: cute.CopyAtom | None,
         mo: cute.Tensor,
         lse: cute.Tensor,
         padding: cute.Tensor | None,
@@ -336,11 +362,11 @@ class ForwardKernel(Prepare):
                 self.load(tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, section, tickets)
             if const_expr(self.v.padding):
                 if warp_index == 1:
-                    self.mask(mq, mk, sv, shared, padding, tiles)
+                    self.mask(mq, mk, sv, shared, padding, tiles, section)
         else:
             cute.arch.setmaxregister_increase(self.t.consumer_regs)
             self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, tiles, dense, doc_q, doc_k, sink, vmean,
-                         captures, ints, scale, fill, edges)
+                         captures, ints, scale, fill, edges, section)
 
     @cute.jit
     def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, section, tickets):
@@ -361,7 +387,7 @@ class ForwardKernel(Prepare):
         k_s, k_g = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2))
         v_s, v_g = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), cute.group_modes(gv, 0, 2))
 
-        total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
+        total = self._total(rows, heads, batch, section)
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         slot, slot_phase = Int32(0), Int32(1)
         index, m, h, b, first, last = self._begin(
@@ -411,7 +437,7 @@ class ForwardKernel(Prepare):
         return select_(wrap, Int32(0), stage + 1), phase ^ select_(wrap, Int32(1), Int32(0))
 
     @cute.jit
-    def mask(self, mq, mk, sv, shared, padding, tiles):
+    def mask(self, mq, mk, sv, shared, padding, tiles, section):
         """Mask warp: one bit a key (set: may be attended to, and inside the keys), and V rows of cleared bits to
         zero, because 0 * NaN of a padded slot would reach the output."""
         v, t = self.v, self.t
@@ -420,7 +446,7 @@ class ForwardKernel(Prepare):
         lane = cute.arch.lane_idx()
         bits = shared.bits.data_ptr()
         width = _swizzle_width(v.dim_v)
-        total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
+        total = self._total(rows, heads, batch, section)
         k_stage, k_phase, v_stage, v_phase, full_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0)
         index, m, h, b, first, last = self._hear(shared, Int32(0), Int32(0))
         slot, slot_phase = Int32(1), Int32(0)
@@ -477,7 +503,7 @@ class ForwardKernel(Prepare):
 
     @cute.jit
     def consume(self, mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, tiles, dense, doc_q, doc_k, sink, vmean,
-                captures, ints, scale, fill, edges):
+                captures, ints, scale, fill, edges, section):
         """Consumer warpgroup w: rows 64 w .. 64 w + 63 of the block."""
         v, t, nwg = self.v, self.t, self.nwg
         rows, heads, batch = mq.shape[0], mq.shape[2], mq.shape[3]
@@ -507,14 +533,15 @@ class ForwardKernel(Prepare):
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), pv)
         thread_store = store.get_slice(tid % 128)
         to_so = thread_store.partition_D(so)
-        go = cute.local_tile(mo, (64, v.dim_v), (None, 0, None, None))
-        o_s, o_g = cpasync.tma_partition(tma_o, 0, cute.make_layout(1), cute.group_modes(so, 0, 2), cute.group_modes(go, 0, 2))
+        if const_expr(not v.split):
+            go = cute.local_tile(mo, (64, v.dim_v), (None, 0, None, None))
+            o_s, o_g = cpasync.tma_partition(tma_o, 0, cute.make_layout(1), cute.group_modes(so, 0, 2), cute.group_modes(go, 0, 2))
 
         if const_expr(t.ping_pong):
             if w == nwg - 1:
                 cute.arch.barrier_arrive(barrier_id=_BAR_TURN, number_of_threads=256)
 
-        total = ((rows + (t.rows - 1)) // t.rows) * heads * batch
+        total = self._total(rows, heads, batch, section)
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         slot, slot_phase = Int32(1), Int32(0)
         # The first product of an item is issued before the epilogue of the item before, where O has its own memory.
@@ -597,6 +624,8 @@ class ForwardKernel(Prepare):
             warpgroup.commit_group()
 
             this_m, this_h, this_b = m, h, b
+            if const_expr(v.split):
+                this_b = index % section * batch + b
             index, m, h, b, first, last = self._hear(shared, slot, slot_phase)
             slot, slot_phase = slot ^ 1, slot_phase ^ slot
             if const_expr(t.own_o):
@@ -608,25 +637,43 @@ class ForwardKernel(Prepare):
             v_stage, v_phase = self._advance(v_stage, v_phase)
             self.normalise(o, row_max, row_sum, scale, fill, keys, rows, row0, column, this_h, this_b, group, lse, sink, vmean)
 
-            o16.store(o.load().to(self.dtype))
-            # The memory of O is free when the store before has read it (own memory) and when every warp is through
-            # with its products (memory of Q).
-            if const_expr(t.own_o):
-                if (tid // 32) % 4 == 0:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
-            cute.copy(store, thread_store.retile(o16), to_so[None, None, None, w])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
-            if (tid // 32) % 4 == 0:
-                cute.copy(tma_o, o_s[None, w], o_g[None, this_m * nwg + w, this_h, this_b])
-                cute.arch.cp_async_bulk_commit_group()
+            if const_expr(v.split):
+                self.store_part(o, mo, this_b, this_h, row0, column, rows)
                 if const_expr(not t.own_o):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    _arrive(shared.q_empty.data_ptr() + w)
+                    cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
+                    if (tid // 32) % 4 == 0:
+                        _arrive(shared.q_empty.data_ptr() + w)
+            else:
+                o16.store(o.load().to(self.dtype))
+                # The memory of O is free when the store before has read it (own memory) and when every warp is through
+                # with its products (memory of Q).
+                if const_expr(t.own_o):
+                    if (tid // 32) % 4 == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
+                cute.copy(store, thread_store.retile(o16), to_so[None, None, None, w])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=_BAR_STORE + w, number_of_threads=128)
+                if (tid // 32) % 4 == 0:
+                    cute.copy(tma_o, o_s[None, w], o_g[None, this_m * nwg + w, this_h, this_b])
+                    cute.arch.cp_async_bulk_commit_group()
+                    if const_expr(not t.own_o):
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        _arrive(shared.q_empty.data_ptr() + w)
         warpgroup.wait_group(0)
         if (tid // 32) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_part(self, o, parts, b, h, row0, column, rows):
+        """What a block found for some of the keys of its rows, in float32."""
+        for r in cutlass.range_constexpr(2):
+            if row0 + 8 * r < rows:
+                line = parts[b, h, row0 + 8 * r, None]
+                for j in cutlass.range_constexpr(self.v.dim_v // 8):
+                    for e in cutlass.range_constexpr(2):
+                        if 8 * j + column + e < parts.shape[3]:
+                            line[8 * j + column + e] = o[4 * j + 2 * r + e]
 
     @cute.jit
     def first_product(self, s, f_q, f_k, shared, there, w, q_phase, k_stage, k_phase):
@@ -885,7 +932,7 @@ class ForwardKernel(Prepare):
                 factor, total, top = _add_sink(sink[h].to(Float32), total, top)
             inverse = factor * cute.arch.rcp_approx(total)
             log_sum = top + cute.math.log2(total, fastmath=True) * LN2
-            if const_expr(v.empty == "zero"):
+            if const_expr(v.empty == "zero" or v.split):
                 inverse = select_(total == 0.0, Float32(0.0), inverse)
             for j in cutlass.range_constexpr(v.dim_v // 8):
                 for e in cutlass.range_constexpr(2):

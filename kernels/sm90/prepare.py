@@ -5,14 +5,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint8, const_expr
+from cutlass import Boolean, Float32, Int32, Uint8, const_expr
 from cutlass.cutlass_dsl import select_
 from cutlass.utils import SmemAllocator
 
+from .program import LOG2E
 from .variant import Forward, Tile
 
 SCAN = 256
 """Threads of a block of the kernels here."""
+COMBINE = 64
+"""Threads of a block of `Prepare.combine`."""
 
 
 class Prepare:
@@ -48,6 +51,32 @@ class Prepare:
     def clear(self, tickets: cute.Tensor):
         if cute.arch.thread_idx()[0] == 0:
             tickets[0] = 0
+
+    @cute.kernel
+    def combine(self, parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, splits: Int32):
+        """One row of the output from what each block found for its share of the keys, by the weights exp(lse)."""
+        row, h, b = cute.arch.block_idx()
+        batch = out.shape[0]
+        top = Float32(-float("inf"))
+        for i in cutlass.range(splits, unroll=4):
+            top = cute.arch.fmax(top, parts_lse[i * batch + b, h, row], nan=True)
+        base = select_(top == -float("inf"), Float32(0.0), top)
+        total = Float32(0.0)
+        for i in cutlass.range(splits, unroll=4):
+            total = total + cute.math.exp2((parts_lse[i * batch + b, h, row] - base) * LOG2E, fastmath=True)
+        inverse = 1.0 / total  # of a row without keys: NaN times zero, as eager code has it
+        if const_expr(self.v.empty == "zero"):
+            inverse = select_(total == 0.0, Float32(0.0), inverse)
+        for turn in cutlass.range((out.shape[3] + (COMBINE - 1)) // COMBINE, unroll=1):
+            column = turn * COMBINE + cute.arch.thread_idx()[0]
+            if column < out.shape[3]:
+                found = Float32(0.0)
+                for i in cutlass.range(splits, unroll=4):
+                    weight = cute.math.exp2((parts_lse[i * batch + b, h, row] - base) * LOG2E, fastmath=True)
+                    found = found + weight * parts[i * batch + b, h, row, column]
+                out[b, h, row, column] = (found * inverse).to(out.element_type)
+        if cute.arch.thread_idx()[0] == 0:
+            lse[b, h, row] = base + cute.math.log2(total, fastmath=True) * (1.0 / LOG2E)
 
     @cute.kernel
     def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):

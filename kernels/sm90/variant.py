@@ -108,6 +108,8 @@ class Forward:
     positive_scale: bool = True
     """The scale is known to be above zero: the maximum may be taken before scaling."""
     empty: EmptyRows = "never"
+    split: bool = False
+    """The keys of an item are dealt out to several blocks, whose results a second kernel puts together."""
 
     @property
     def tile(self) -> Tile:
@@ -131,7 +133,7 @@ class Forward:
     @property
     def rising(self) -> bool:
         """Later row blocks are likely to walk more key tiles."""
-        return self.band_hi or self.dense
+        return (self.band_hi or self.dense) and not self.split
 
     @property
     def has_program(self) -> bool:
@@ -176,6 +178,8 @@ class Forward:
             words.append("sink")
         if self.empty != "never":
             words.append(self.empty)
+        if self.split:
+            words.append("split")
         return "_".join(words)
 
 

@@ -45,14 +45,18 @@ class Compiled:
     before: dict[str, Program]
     """What runs first, by name, in this order: `seen_keys` looks for the keys that are no padding, `list_tiles` for the tiles
     that a mask shows, `clear` clears the counter of work items."""
+    after: Program | None = None
+    """`combine` puts together what several blocks found for one row."""
 
     @staticmethod
     def from_text(text: str) -> Compiled:
         """From PTX, possibly one that was tampered with."""
         names = list(parse(text))
         before = {kind: n for kind in ("seen_keys", "list_tiles", "clear") for n in names if f"_{kind}_" in n}
-        (main,) = (n for n in names if n not in before.values())
-        return Compiled(Program(text, main), {kind: Program(text, n) for kind, n in before.items()})
+        after = [n for n in names if "_combine_" in n]
+        (main,) = (n for n in names if n not in before.values() and n not in after)
+        return Compiled(Program(text, main), {kind: Program(text, n) for kind, n in before.items()},
+                        Program(text, after[0]) if after else None)
 
 
 @lru_cache(maxsize=64)
@@ -124,7 +128,7 @@ class Launcher:
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, parts_lse, blocks = numbers
         memory = _Storage()
         dense, doc_q, doc_k, _, _, tiles, *_ = optional
         documents = [memory.tensor(x) for x in (doc_q, doc_k) if x is not None]
@@ -144,16 +148,23 @@ class Launcher:
             self.stats.append(stats)
         maps = []
         for x, box in zip((q, k, v, out), boxes(variant), strict=True):
-            maps += [memory.map(x, box, unknown=x is out), memory.shape(x, transposed=x is v)]
+            if parts is None or x is not out:
+                maps += [memory.map(x, box, unknown=x is out), memory.shape(x, transposed=x is v)]
+        if parts is not None:
+            maps.append(fresh(parts, 3))
         # dense, doc_q, doc_k, sink, vmean, tiles, captures: whose last stride is 1 at compile time.
         unit = [False, False, False, False, True, True, *(c.unit for c in variant.captures)]
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else (), unknown=x is tiles)
                    for x, u in zip(optional, unit, strict=False) if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
-        params = [*maps, memory.tensor(lse, (2,), unknown=True), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
+        params = [*maps, fresh(lse if parts is None else parts_lse, 2), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
                   chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
+        if programs.after is not None:
+            finish = [fresh(parts, 3), fresh(parts_lse, 2), fresh(out, 3), fresh(lse, 2), section]
+            _, stats = emulate(programs.after, (out.shape[2], out.shape[1], out.shape[0]), finish, seed=self.seed)
+            self.stats.insert(-1, stats)
 
 
 def boxes(v: Forward) -> list[tuple[int, int]]:
