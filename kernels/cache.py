@@ -3,7 +3,8 @@
 ``<root>/<toolchain>/<key>.o`` holds a header line (format, SHA-256 of the object, key in words) and the object file
 that the DSL exports.  No pickle.  The folder belongs to the user alone (0700, owner checked, no link), an object is
 loaded only after its digest was checked, files appear at once (`os.replace`), and one process compiles a key while
-others wait.  Whatever is damaged, foreign or not writable is a miss, never an error.
+others wait.  Whatever is damaged, foreign or not writable is a miss, never an error, and so is a dependency of this file
+that is not installed.
 
 The folder is ``FA_INDUCTOR_KERNEL_CACHE_DIR``, else ``fa_inductor/kernels`` in the user's cache folder.  Off where
 ``FA_INDUCTOR_KERNEL_CACHE`` is 0.
@@ -36,14 +37,23 @@ def enabled() -> bool:
     return os.environ.get("FA_INDUCTOR_KERNEL_CACHE", "") != "0"
 
 
-def folder() -> Path:
-    """Where the kernels of this toolchain and machine are, or would be."""
+def folder() -> Path | None:
+    """Where the kernels of this toolchain and machine are, or would be; None when nothing can say where that is."""
     named = os.environ.get("FA_INDUCTOR_KERNEL_CACHE_DIR")
     if named:
         return Path(named) / toolchain()
-    import platformdirs
-
+    try:
+        import platformdirs
+    except ImportError as e:
+        _missing(str(e), "name a folder with FA_INDUCTOR_KERNEL_CACHE_DIR or install platformdirs")
+        return None
     return platformdirs.user_cache_path("fa_inductor") / "kernels" / toolchain()
+
+
+@lru_cache
+def _missing(what: str, remedy: str) -> None:
+    """Said once: every kernel of the process meets it."""
+    log.warning("kernel cache: %s; compiling without the cache (%s)", what, remedy)
 
 
 _TOOLS = (*(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13")), "apache-tvm-ffi")
@@ -92,15 +102,19 @@ def load_or_compile(words: str, compile_: Callable[[], Any]) -> Any:
     Raises:
         whatever ``compile_`` raises.
     """
-    path = _ready(folder()) if enabled() else None
+    where = folder() if enabled() else None
+    path = None if where is None else _ready(where)
     if path is None:
         return compile_()
     path = path / f"{hashlib.sha256(words.encode()).hexdigest()}.o"
     found = _load(path, words)
     if found is not None:
         return found
-    import filelock
-
+    try:
+        import filelock
+    except ImportError as e:
+        _missing(str(e), "install filelock")
+        return compile_()
     lock = filelock.FileLock(path.with_suffix(".lock"), mode=0o600)
     try:
         lock.acquire(timeout=LOCK_SECONDS)

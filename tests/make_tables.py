@@ -91,7 +91,8 @@ def forward_checks(load: Load) -> str:
     data = load(name)
     if data is None:
         return f"- Forward kernel against float64: {NOT_MEASURED}."
-    return (f"- Forward kernel against float64: {data['passed']} of {data['cases']} cases passed, "
+    drawn = f", {data['many']['run']} of them drawn over lengths, layouts and data with outliers" if "many" in data else ""
+    return (f"- Forward kernel against float64: {data['passed']} of {data['cases']} cases passed{drawn}, "
             f"{data['variants']} kernel variants.  {source(data, name)}" + ("  " + data["note"] if "note" in data else "")
             + sanitizer(load("compute_sanitizer_h200.json")))
 
@@ -179,6 +180,64 @@ def models(load: Load) -> str:
         source(data, "models_h200.json")])
 
 
+def models_speed(load: Load) -> str:
+    """Whole models: time of a step, beside the best of what PyTorch has; first call; peak memory.  A table a mode."""
+    name = "models_speed_h200.json"
+    data = load(name)
+    if data is None:
+        return f"Whole models of real width: {NOT_MEASURED} (`python tests/gpu/bench_models.py`)."
+    tables = [_models_speed(data, m) for m in ("infer", "train") if any(r["mode"] == m for r in data["rows"])]
+    return "\n\n".join([
+        f"Unchanged transformers {data['transformers']} models of real width, {data['layers']} layers, random weights, "
+        f"{data['dtype']}, `torch.compile`: milliseconds of a step.  Ours is the better of eager and sdpa with the rewriting; "
+        f"beside it how many times as fast that is as the best of the three, how much longer the cold first call is than that "
+        f"of eager ({data['workers']} compiles at a time), and peak memory as a multiple of the smallest of the three.",
+        *tables, " ".join(filter(None, (source(data, name), data.get("note"))))])
+
+
+def _models_speed(data: dict[str, Any], mode: str) -> str:
+    got: dict[str, dict[str, dict[str, Any]]] = {}
+    for r in data["rows"]:
+        if r["mode"] == mode:
+            got.setdefault(r["work"], {})[r["variant"]] = r
+    ratios: dict[str, list[float]] = {"the best of the three": [], "the better of eager and sdpa": [], "flex": []}
+
+    def time_of(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return NOT_MEASURED
+        if "ms" in row:
+            return f"{row['ms']:.2f}"
+        return "unsupported" if row.get("unsupported") else row["error"] if row["error"] == "out of memory" else "failed"
+
+    rows = []
+    for work, by in got.items():
+        theirs = {v: by[v] for v in ("eager", "sdpa", "flex") if "ms" in by.get(v, {})}
+        ours = min((by[v] for v in ("ours", "ours_sdpa") if "ms" in by.get(v, {})), key=lambda r: r["ms"], default=None)
+        line = [work, *(time_of(by.get(v)) for v in ("eager", "sdpa", "flex"))]
+        if ours is None:
+            rows.append([*line, time_of(by.get("ours")), *[NOT_MEASURED] * 3])
+            continue
+        left = ours["found"] - ours["rewritten"]
+        mark = f" ({left} of {ours['found']} blocks left alone)" if left else ""
+        cells = [f"{ours['ms']:.2f} ({'sdpa' if ours['variant'] == 'ours_sdpa' else 'eager'}){mark}", *[NOT_MEASURED] * 3]
+        if theirs:
+            best = {v: r["ms"] / ours["ms"] for v, r in theirs.items()}
+            cells[1] = f"{min(best.values()):.2f} ×"
+            ratios["the best of the three"].append(min(best.values()))
+            if {"eager", "sdpa"} & set(best):
+                ratios["the better of eager and sdpa"].append(min(best[v] for v in ("eager", "sdpa") if v in best))
+            if "flex" in best:
+                ratios["flex"].append(best["flex"])
+            if "eager" in theirs:
+                cells[2] = f"{ours['first_call_s'] - theirs['eager']['first_call_s']:+.1f} s"
+            cells[3] = f"{ours['peak_gib'] / min(r['peak_gib'] for r in theirs.values()):.2f}"
+        rows.append([*line, *cells])
+    means = ", ".join(f"{math.prod(x) ** (1 / len(x)):.2f} × {what} ({len(x)} models)" for what, x in ratios.items() if x)
+    head = {"infer": "inference", "train": "training step"}[mode]
+    return table([head, "eager", "sdpa", "flex", "ours", "beside the best", "first call", "peak memory"], rows) + (
+        f"\n\nSpeed in the geometric mean: {means}." if means else "")
+
+
 def cpu_rule(load: Load) -> str:
     data = load("cpu_sdpa_rule.json")
     if data is None:
@@ -263,7 +322,7 @@ def zoo(load: Load) -> str:
 
 
 TABLES: dict[str, Callable[[Load], str]] = {
-    "llama": llama, "models": models, "forward-speed": forward_speed, "features-speed": features_speed, "forward-checks": forward_checks,
+    "llama": llama, "models-speed": models_speed, "models": models, "forward-speed": forward_speed, "features-speed": features_speed, "forward-checks": forward_checks,
     "backward-checks": backward_checks, "cpu-rule": cpu_rule, "compile-time": compile_time,
     "zoo": zoo, "emulator": emulator,
 }

@@ -134,6 +134,34 @@ def test_an_odd_folder_is_not_used(how: str, root: Path, tmp_path: Path) -> None
     assert not list(tmp_path.glob("**/*.o"))
 
 
+@pytest.mark.parametrize("package", ["platformdirs", "filelock"])
+def test_without_a_dependency_kernels_are_compiled_and_it_is_said_once(
+    package: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if package == "platformdirs":
+        monkeypatch.delenv("FA_INDUCTOR_KERNEL_CACHE_DIR")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setitem(sys.modules, package, None)
+    cache._missing.cache_clear()
+    for words in ("one", "two", "one"):
+        assert get(words) == ("compiled", True)
+    assert not list(tmp_path.glob("**/*.o"))
+    (said,) = (r.getMessage() for r in caplog.records)
+    assert package in said and "without the cache" in said
+
+
+def test_a_folder_that_is_named_needs_no_platformdirs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert get() == ("compiled", True) and get(made="again") == ("compiled", False)
+
+
+def test_the_folder_is_in_the_users_cache(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FA_INDUCTOR_KERNEL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert get() == ("compiled", True) and get(made="again") == ("compiled", False)
+    assert stored(tmp_path / "user" / "fa_inductor" / "kernels")
+
+
 def test_what_cannot_be_stored_is_still_returned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Kernel, **_: str) -> None:
         raise OSError("no space left on device")

@@ -75,6 +75,34 @@ def test_features_are_beside_what_they_are_compared_with():
     assert "| softcap | 8 | plain | 0.50, 0.25 × | 0.75, 0.25 × |" in out
 
 
+def test_whole_models_are_beside_the_best_of_the_others():
+    def row(work, variant, ms, first, peak, mode="infer"):
+        return dict(work=work, mode=mode, variant=variant, ms=ms, first_call_s=first, peak_gib=peak, found=2, rewritten=2)
+
+    rows = [row("a", "eager", 8.0, 10.0, 4.0), row("a", "sdpa", 4.0, 11.0, 1.0), row("a", "flex", 6.0, 20.0, 2.0),
+            row("a", "ours", 2.0, 12.5, 1.1), row("a", "ours_sdpa", 2.5, 9.0, 1.0),
+            row("b", "eager", 8.0, 10.0, 4.0), dict(work="b", mode="infer", variant="sdpa", error="ValueError: x", unsupported=True),
+            dict(work="b", mode="infer", variant="flex", error="RuntimeError: x"),
+            dict(work="b", mode="infer", variant="ours", error="out of memory"), row("b", "ours_sdpa", 16.0, 9.0, 6.0) | {"rewritten": 1},
+            dict(work="c", mode="infer", variant="ours", error="out of memory")]
+    data = dict(HEAD, transformers="5", layers=2, workers=4, rows=rows)
+    out = make_tables.models_speed(lambda name: data)
+    assert "| a | 8.00 | 4.00 | 6.00 | 2.00 (eager) | 2.00 × | +2.5 s | 1.10 |" in out
+    assert "| b | 8.00 | unsupported | failed | 16.00 (sdpa) (1 of 2 blocks left alone) | 0.50 × | -1.0 s | 1.50 |" in out
+    assert "| c | not measured | not measured | not measured | out of memory | not measured | not measured | not measured |" in out
+    assert "1.00 × the best of the three (2 models), 1.00 × the better of eager and sdpa (2 models), 3.00 × flex (1 models)" in out
+    assert "training step" not in out
+    rows.append(row("a", "ours", 3.0, 1.0, 1.0, "train"))
+    assert "| a | not measured | not measured | not measured | 3.00 (eager) |" in make_tables.models_speed(lambda name: data)
+
+
+def test_drawn_cases_are_counted_where_there_are_some():
+    data = dict(HEAD, passed=8, cases=9, variants=2)
+    assert "8 of 9 cases passed, 2 kernel" in make_tables.forward_checks(lambda name: data if "forward" in name else None)
+    data["many"] = dict(run=7)
+    assert "8 of 9 cases passed, 7 of them drawn" in make_tables.forward_checks(lambda name: data if "forward" in name else None)
+
+
 def test_a_model_outside_the_contract_is_named():
     row = dict(model="m", impl="eager", train=True, found=3, rewritten=2, backends=["kernels sm_90"], worst_max=8.49,
                worst_mean=1.2, bad=["w"])
