@@ -225,7 +225,7 @@ def three_fills(q, k, v, keep, other):
     return s.masked_fill(~causal(s), -1e7).softmax(-1) @ v
 
 
-@form(1, X, HOLE, modes=BOTH)
+@form(Code.EMPTY_ROWS, X, HOLE, modes=BOTH)
 def fill_shifted_by_the_row_maximum(q, k, v, keep):
     s = half(q, k).masked_fill(~wide(keep), -1e9)
     s = s - s.amax(-1, keepdim=True)

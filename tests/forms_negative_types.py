@@ -161,7 +161,7 @@ def queries_and_keys_in_half_precision(q, k, v):
 
 @form(Code.DTYPE_MIX, X, modes=("infer",))
 def queries_in_double(q, k, v):
-    return half(q.double(), k.double().sin()).softmax(-1).float().to(v.dtype) @ v.half().to(v.dtype)
+    return half(q.double(), k.double().sin()).softmax(-1).float().to(v.dtype) @ v.sin()
 
 
 @form(Code.SCORE_OP, X)

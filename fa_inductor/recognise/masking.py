@@ -46,7 +46,8 @@ class Masks:
         self._raised = False
         self._shifted_after: int | None = None
         self._changed_after_shift = False
-        """Something was masked or added after a row maximum was subtracted, which makes 0 of a finite fill."""
+        """After a row maximum was subtracted, which makes 0 of a finite fill, something was masked or added, or a
+        fill became infinite."""
 
     def __bool__(self) -> bool:
         return bool(self.items)
@@ -113,7 +114,10 @@ class Masks:
 
     def _map(self, f: Callable[[float], float]) -> None:
         for m in self.items:
-            m.fills = tuple(dict.fromkeys(f(x) for x in m.fills))
+            new = [f(x) for x in m.fills]
+            self._changed_after_shift |= self.shifted and any(
+                math.isinf(x) and not math.isinf(old) for old, x in zip(m.fills, new, strict=True))
+            m.fills = tuple(dict.fromkeys(new))
 
     # -- all of them together ------------------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class Masks:
         if self._trained_after_fill:  # the operator gives such a row no gradient
             raise Refusal(Code.GRAD_CAPTURE, "it is added to rows that a mask may have filled as a whole")
         if self._shifted_after and self._changed_after_shift:
-            raise Refusal(Code.MASK_FILL, "a row maximum is subtracted between two masks")
+            raise Refusal(Code.MASK_FILL, "a row maximum is subtracted, and then the scores are changed")
         if fills == {float("-inf")}:
             if safe:
                 return float("-inf"), "replace", "zero"

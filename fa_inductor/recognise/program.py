@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..kernels import expr as ex
 from ..kernels.expr import SCORE, Expr
-from ..kernels.record import Attention, Predicate
+from ..kernels.record import Attention
 from ..prove import (
     AXES,
     MASK_THRESHOLD,
@@ -32,11 +32,10 @@ from .captures import Arranged, Captures, only_inputs
 from .exp_range import EXP_RANGE, of_program, of_proof, of_tree
 from .masking import Masks, rounded
 from .nodes import arg, aten, constant, is_tensor, val
-from .scores import Step
-from .softmax import row_max_of, same
+from .rounding import beyond_float32, check_kept, swallows
+from .scores import Step, is_row_max_of
 
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _ABOVE_MASKS = 2.0**24
 """A tensor that scores are multiplied by is taken to stay below it."""
 _NEVER_REACHED = -1e30
@@ -96,14 +95,31 @@ class Reader:
         return self._finish()
 
     def _steps(self) -> None:
+        lost = False  # what eager code still tells apart after a row maximum, and the record does not
         for step in self.block.steps:
+            if lost and step.name != "cast":
+                raise Refusal(Code.EMPTY_ROWS, "a row maximum is subtracted from scores beside a large number")
             try:
                 getattr(self, f"_{step.name}", self._unary)(step)
             except (Undecided, AxesError) as e:
                 why = str(e) or "an operand has no form over batch, head, query and key"
                 raise Refusal(Code.SCORE_OP, f"{step.node.name}: {why}") from e
+            if self.block.chain is not None:
+                lost |= self._rounded(self.block.chain.path.product, step)
         if not math.isfinite(self.scale):
             raise Refusal(Code.SCALE)
+
+    def _rounded(self, product: Node, step: Step) -> bool:
+        """Whether a row maximum is subtracted here from scores that the record's precision does not hold.
+
+        Raises:
+            Refusal: the model rounds them as well, to less than that.
+        """
+        kept = torch.float64 if val(self.block.v.node).dtype == torch.float64 else torch.float32
+        reach, dtype = of_program(self.expr, self.reach), val(step.node).dtype
+        if kept == torch.float64 or torch.finfo(dtype).eps > torch.finfo(val(product).dtype).eps:
+            check_kept(reach, dtype, kept)
+        return step.name == "sub" and is_row_max_of(step, self.block.k_axes) and swallows(reach, kept)
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
@@ -254,7 +270,7 @@ class Reader:
             self._neg(step)
             self._add_operand(step, self.captures.other(step), 1.0)
             return
-        if _is_row_max_of_keys(step, self.block):
+        if is_row_max_of(step, self.block.k_axes):
             if self.block.sink is not None:
                 raise Refusal(Code.SCORE_OP, "the row maximum is subtracted from the scores and not from the sink")
             self.masks.shift()
@@ -374,24 +390,6 @@ class Reader:
             q_heads=sizes[0], kv_heads=sizes[1], head_dim=sizes[2], head_dim_v=sizes[3],  # type: ignore[arg-type]
             dtype=str(val(b.v.node).dtype).removeprefix("torch."), scale=self.scale, score=self.expr, mask=atoms, fill=fill,
             fill_mode=mode, empty_rows=empty, sink=sink, grads=tuple(self.captures.grads))  # type: ignore[arg-type]
-        if val(b.v.node).dtype != torch.float64 and any(map(_beyond_float32, (self.scale, *_constants(record)))):
+        if val(b.v.node).dtype != torch.float64 and beyond_float32(record):
             raise Refusal(Code.SCORE_OP, "a number in the scores is beyond the range of float32")
         return Program(record, captures, ints, self.q_factor)
-
-
-def _constants(record: Attention) -> Iterator[Any]:
-    for program in (record.score, *(atom.expr for atom in record.mask if isinstance(atom, Predicate))):
-        yield from (e.args[0] for e in program.walk() if e.op == "const")
-
-
-def _beyond_float32(x: Any) -> bool:
-    return isinstance(x, float) and math.isfinite(x) and abs(x) > _FLOAT32_MAX
-
-
-def _is_row_max_of_keys(step: Step, block: Block) -> bool:
-    m = row_max_of(step.node.args[1])
-    if m is None:
-        return False
-    dims = step.dims if val(m[0]).dim() == len(step.dims) else None
-    return dims is not None and set(resolve(dims[m[1]])) == set(resolve(block.k_axes)) and same(
-        m[0], step.node.args[0])  # type: ignore[arg-type]

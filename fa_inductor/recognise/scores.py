@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..reasons import Code, Refusal
-from .axes import AxesError, Axis, Dims, broadcast_operand, product, resolve, shape_of
+from .axes import AxesError, Axis, Dims, Group, broadcast_operand, product, resolve, shape_of
 from .nodes import CASTS, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
 from .softmax import row_max_of, same
 
@@ -182,3 +182,11 @@ def is_row_max(node: Node) -> bool:
     while target(src) in VIEWS:
         src = src.args[0]
     return m is not None and (same(m[0], node.args[0]) or m[0] is src)  # type: ignore[arg-type]
+
+
+def is_row_max_of(step: Step, keys: Group) -> bool:
+    """Whether the step subtracts from the scores their maximum over all keys."""
+    m = row_max_of(step.node.args[1])
+    dims = step.dims if m is not None and val(m[0]).dim() == len(step.dims) else None
+    return m is not None and dims is not None and set(resolve(dims[m[1]])) == set(resolve(keys)) and same(
+        m[0], step.node.args[0])  # type: ignore[arg-type]

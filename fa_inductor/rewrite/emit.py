@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,12 +54,11 @@ class Emitter:
         size = group_size(resolve(group))
         if isinstance(size, int):
             return size
-        factors: list[int | Node] = []
+        out: int | Node = math.prod(a.size for a in resolve(group) if isinstance(a.size, int))
         for a in resolve(group):
-            factors.append(self._axis_size(node, dims, a))
-        out = factors[0]
-        for f in factors[1:]:
-            out = self.call(operator.mul, out, f)
+            if not isinstance(a.size, int):  # a node of two plain numbers would be one that the partitioner rejects
+                factor = self._axis_size(node, dims, a)
+                out = factor if out == 1 else self.call(operator.mul, out, factor)
         return out
 
     def _axis_size(self, node: Node, dims: Dims, axis: Axis) -> int | Node:
