@@ -118,6 +118,13 @@ def all_cases(quick: bool = False) -> list[Case]:
             strides=rnd.choice(["bhsd", "bshd"]), layout=rnd.choice(["bhsd", "bshd"]))
     for dims in ((8, 8), (16, 16), (24, 24), (64, 128), (128, 64), (192, 128), (160, 96), (40, 72)):
         add("dim", rows=130, keys=257, dims=dims, heads=(4, 2))
+    # 9. decoding: few rows over many keys, which are dealt out to several blocks; the heads of a group packed into rows
+    for n, keys in enumerate((1, 700, 1023, 2048, 5000, 16384, 40000)):
+        for m, heads in enumerate(((8, 2), (4, 4), (8, 1), (6, 2))):
+            rows = 1 if m < 3 else 7
+            add("decode", rows=rows, keys=keys, heads=heads, dims=DIMS[(n + m) % 3], hi=[None, keys - rows, keys - rows - 3][n % 3],
+                lo=[None, None, -keys // 2][m % 3], symbolic=m % 2 == 0, dtype=["bfloat16", "float16"][(n + m) % 2],
+                padding=["", "right", "", "left"][(n + m) % 4], empty="zero", batch=1 + m % 2)
     add("strides", rows=500, keys=500, strides="far", hi=0)
     for strides in ("packed", "expand", "odd"):
         for dims in ((64, 64), (128, 128), (80, 80)):
