@@ -175,6 +175,26 @@ def test_shares_of_a_split_row_cover_its_keys(plain_ints) -> None:
             assert sorted(x for x in walked if x < tiles) == list(range(tiles))
 
 
+def test_a_check_knows_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests/gpu/check_forward.py expects to be compiled is what the front door asks for."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+    from emulator.forward import Launcher, attention
+    from forward_case import inputs, launched
+    from forward_cases import all_cases
+
+    kinds = set()
+    for c in all_cases():
+        if c.name != "decode" or c.keys > 6000:
+            continue
+        asked: list[Forward] = []
+        launcher = Launcher()
+        launcher.kernel = lambda v, asked=asked: lambda *_: asked.append(v)  # type: ignore[method-assign]
+        attention(*inputs(c, "cpu"), launcher=launcher)
+        assert asked == [launched(c)], c
+        kinds.add((asked[0].split, c.rows == 1, asked[0].band_hi))
+    assert {(True, True, False), (False, True, False), (True, False, True)} <= kinds
+
+
 def test_few_rows_are_split_and_others_are_not() -> None:
     v = Forward("bfloat16", 128, 128)
     assert api.splits(v, 1, 8, 4, 32768, 132) == 16

@@ -155,7 +155,6 @@ class Emitter:
             values = [self._as_float(a, row, column, x) for a, x in zip(e.args, values, strict=True)]
         return _OPS[e.op](*values)
 
-
     def _small_tanh(self, by: Any, times: float, score: Any) -> Any:
         """times tanh(by score), its factors folded into the coefficients."""
         key = ("tanh", by, times)

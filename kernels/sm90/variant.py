@@ -18,6 +18,7 @@ MAX_CAPTURES = 4
 MAX_INTS = 4
 """Run-time integers that they may read."""
 _MODERATE = 1e4
+"""Largest constant that counts as one of the size of scores."""
 SMEM_LIMIT = 232448
 """Bytes of shared memory one block can have on sm_90 (227 KiB)."""
 
@@ -150,7 +151,7 @@ class Forward:
         """Nothing but QK^T and constants of its size is in the scores, so that a difference of two may be rounded once: a
         row of -3.4e38 would be infinite, or far from uniform."""
         return self.score is None or not any(
-            e.op == "load" or e.op == "const" and abs(e.args[0]) > _MODERATE for e in self.score.walk())
+            e.op in ("load", "index", "sym") or e.op == "const" and abs(e.args[0]) > _MODERATE for e in self.score.walk())
 
     @property
     def threads(self) -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forward_case import NEG_INF, Case, inputs
+from forward_case import NEG_INF, Case, inputs, launched
 from forward_cases import all_cases
 from forward_judge import judge
 from forward_many import EACH, by_variant, many
@@ -39,7 +39,7 @@ Done = list[tuple[Case, dict[str, Any]]]
 def _work(cases: list[Case], device: str) -> Done:
     """Run the cases of one variant in this process."""
     done: Done = []
-    before = len(api._compiled)
+    before = set(api._compiled)
     for c in cases:
         try:
             done.append((c, judge(c, device)))
@@ -48,10 +48,12 @@ def _work(cases: list[Case], device: str) -> Done:
                              "trace": traceback.format_exc()[-1500:]}))
             if isinstance(e, torch.AcceleratorError):
                 break  # this process's context is gone
-    if len(api._compiled) > before + 1:
-        why = f"{len(api._compiled) - before} kernels for cases of one variant"
-        done.append((Case(name="one kernel"), {"ok": False, "why": why}))
     if device == "cuda":
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        more = set(api._compiled) - before - {launched(c, sms) for c in cases}
+        if more:
+            why = f"kernels that no case needs: {', '.join(v.name for v in more)}"
+            done.append((Case(name="one kernel"), {"ok": False, "why": why}))
         torch.cuda.empty_cache()
     return done
 

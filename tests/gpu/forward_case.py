@@ -6,13 +6,13 @@ record and for the variant of the kernel that runs it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from forward_data import operands
 
-from fa_inductor.kernels import api
+from fa_inductor.kernels import api, one_row
 from fa_inductor.kernels.expr import SCORE, Expr, const, index, load, sym
 from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
 from fa_inductor.kernels.sm90.variant import Forward
@@ -46,9 +46,9 @@ class Case:
     """NaN in K and V of padded slots."""
     documents: bool = False
     dense: str = ""
+    """Which of b h q k the mask tensor has; "" is none."""
     dense_form: str = ""
     """"" is random, "causal", "blocks": whole tiles are hidden, and others seen whole."""
-    """Which of b h q k the mask tensor has; "" is none."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
     bias_mask: str = ""
@@ -212,6 +212,20 @@ def visible(c: Case, record: Attention, captures: list[torch.Tensor], device: An
 
 
 def variant(c: Case) -> Forward:
-    """The specialisation of the kernel that runs a case; needs no GPU."""
+    """The specialisation that runs a case of several rows, not split; needs no GPU."""
     _, _, _, record, captures, _ = inputs(c, "meta")
     return api.variant_of(record, captures)
+
+
+def launched(c: Case, sms: int = 132) -> Forward:
+    """The specialisation that a GPU of so many multiprocessors launches: heads of one row packed, few rows split."""
+    q, _, _, record, captures, ints = inputs(c, "meta")
+    keys = c.keys
+    packed = one_row.packed(record) if c.rows == 1 else None
+    if packed is not None:
+        first, last = one_row.key_range(record, ints, keys)
+        if first < last:
+            q, captures = one_row.pack(record, q, captures, keys, first, last)
+            record, keys = packed, last - first
+    v = api.variant_of(record, captures)
+    return replace(v, split=api.splits(v, *q.shape[:3], keys, sms) > 1)

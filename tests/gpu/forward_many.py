@@ -1,4 +1,5 @@
-"""Thousands of cases that need no kernel of their own: for each variant of `forward_cases` more shapes, layouts and data.
+"""Thousands of cases on the kernels of a few: for each variant of `forward_cases` more shapes, layouts and data.  Only few
+rows over many keys take another kernel (`forward_case.launched`).
 
 Each is drawn from its name, which holds the place in `all_cases` of the case that it varies:
 ``causal.0041.07`` is the eighth that runs on the kernel of case 41.  What decides the variant stays: dtype, padded head
