@@ -68,7 +68,7 @@ WORKS = {
         tiny=(*_TINY_GQA, ("head_dim", 16), ("sliding_window", 16))),
     "gptoss_4k": Work("GptOssConfig", dict(
         hidden_size=2880, intermediate_size=256, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
-        vocab_size=1024, num_local_experts=2, num_experts_per_tok=1, sliding_window=128), 4,
+        vocab_size=1024, num_local_experts=2, num_experts_per_tok=1, sliding_window=128), 2,
         tiny=(*_TINY_GQA, ("head_dim", 16), ("sliding_window", 16))),
     "gpt2xl_4k": Work("GPT2Config", dict(
         n_embd=1600, n_layer=2, n_head=25, n_positions=4096, vocab_size=1024, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0), 4,
