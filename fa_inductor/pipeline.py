@@ -29,6 +29,8 @@ from .rewrite.apply import Inputs, Rewriter
 
 log = logging.getLogger(__name__)
 _rewrites = 0
+_TORCH = ("sdpa",)
+"""Backends that read a bias as a tensor over q and k."""
 
 
 @dataclass
@@ -155,6 +157,8 @@ class _Pass:
                                   wanted=plan.backward.biases if plan.backward else ()).read()
             plan.backend, plan.reason = guards.choose(plan.program.record, self._site(block, plan))
             score = plan.program.record.score
+            if score.relative() and plan.backend in _TORCH:
+                continue  # they would spread the table in every block
             if plan.reason is None or score == SCORE or plan.program.record.bias() is not None:
                 break
         if plan.reason is None and options.max_rewrites is not None:

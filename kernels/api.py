@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import cache, one_row
-from .expr import SCORE, Expr
+from .expr import MARGIN, READS, SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
 from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
 
@@ -101,6 +101,8 @@ def supports(record: Attention, arch: str) -> str | None:
     if any(e.op == "score" for p in programs[1:] for e in p.walk()):
         return "a mask that depends on the score"
     loads, syms = _leaves(programs)
+    if any(e.op == "load" and e.args[0] in p.relative() for p in programs for q in programs for e in q.walk()):
+        return "a tensor read by position and by distance"
     if len(loads) > MAX_CAPTURES or len(syms) > MAX_INTS:
         return f"score programs read {len(loads)} tensors and {len(syms)} integers; {MAX_CAPTURES} and {MAX_INTS} are possible"
     return None
@@ -114,12 +116,12 @@ def _programs(record: Attention) -> tuple[Expr, ...]:
 def _leaves(programs: Sequence[Expr]) -> tuple[list[int], list[int]]:
     """Captures and syms that the programs read, in the order in which the kernel gets them."""
     nodes = [e for p in programs for e in p.walk()]
-    return (sorted({e.args[0] for e in nodes if e.op == "load"}), sorted({e.args[0] for e in nodes if e.op == "sym"}))
+    return (sorted({e.args[0] for e in nodes if e.op in READS}), sorted({e.args[0] for e in nodes if e.op == "sym"}))
 
 
 def _renumber(e: Expr, loads: list[int], syms: list[int]) -> Expr:
-    if e.op == "load":
-        return Expr("load", (loads.index(e.args[0]),))
+    if e.op in READS:
+        return Expr(e.op, (loads.index(e.args[0]),))
     if e.op == "sym":
         return Expr("sym", (syms.index(e.args[0]),))
     return Expr(e.op, tuple(_renumber(a, loads, syms) if isinstance(a, Expr) else a for a in e.args))
@@ -153,13 +155,21 @@ def _template(record: Attention) -> tuple[Forward, list[int], list[int]]:
     return variant, loads, syms
 
 
-def _capture(x: torch.Tensor) -> Capture:
+def _capture(x: torch.Tensor, relative: bool) -> Capture:
     """How the kernel reads a capture; torch aligns shapes on the right."""
     name = _name(x, _CAPTURES)
+    if relative:
+        return Capture(name, "bhqk", True, relative=True)
     axes = "".join(a for a, n, s in zip("bhqk"[4 - x.dim():], x.shape, x.stride(), strict=True) if n > 1 and s)
     unit = axes.endswith("k") and x.stride(-1) == 1 and name in ("bool", *_FLOATS)
     even = unit and name != "bool" and not any(s % 2 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
     return Capture(name, axes, unit, even and x.shape[-1] % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0)
+
+
+@lru_cache(maxsize=1024)
+def _relative(record: Attention) -> frozenset[int]:
+    """Captures that are tables by distance."""
+    return frozenset().union(*(p.relative() for p in _programs(record)))
 
 
 def variant_of(record: Attention, captures: Sequence[torch.Tensor] = ()) -> Forward:
@@ -173,7 +183,8 @@ def variant_of(record: Attention, captures: Sequence[torch.Tensor] = ()) -> Forw
         return variant
     changes: dict[str, Any] = {}
     if loads:
-        changes["captures"] = tuple(_capture(captures[i]) for i in loads)
+        relative = _relative(record)
+        changes["captures"] = tuple(_capture(captures[i], i in relative) for i in loads)
     if record.sink is not None:
         changes["sink"] = _name(captures[record.sink], _FLOATS)
     for atom in record.mask:
@@ -245,6 +256,19 @@ def variants() -> list[Forward]:
         Forward("bfloat16", 128, 128, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), empty="nan"),
         Forward("bfloat16", 128, 128, score=bias, captures=(Capture("float32"),), empty="nan"),
         Forward("bfloat16", 64, 64, score=bias, captures=(Capture("float32", "hqk", True, True),), padding=True, empty="mean"),
+        *(Forward("bfloat16", d, dv, score=call("add", score, call("relative", 0)),
+                  captures=(Capture("float32", "bhqk", True, relative=True),), empty="nan")
+          for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
+        *(Forward("bfloat16", d, dv, score=bias, captures=(Capture("float32", "hqk", True, True),), empty="nan")
+          for d, dv in ((96, 96), (128, 128), (192, 128), (256, 256))),
+        *(Forward("bfloat16", d, d, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), padding=True, empty="nan")
+          for d in (64, 128)),
+        *(Forward("bfloat16", d, d, dense=True, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), empty="nan")
+          for d in (64, 128, 256)),
+        *(Forward("bfloat16", d, dv, dense=True, padding=True, empty="zero")
+          for d, dv in ((64, 64), (96, 96), (192, 128), (256, 256))),
+        *(Forward("bfloat16", d, dv, documents="int64", band_hi=True, empty="zero")
+          for d, dv in ((64, 64), (96, 96), (192, 128), (256, 256))),
         *(Forward("bfloat16", d, d, band_hi=True, score=softcap, empty="nan") for d in (64, 96, 128, 256)),
         Forward("float16", 64, 64, band_hi=True, score=alibi, captures=(Capture("float32", "h"),), empty="nan"),
         Forward("bfloat16", 128, 128, predicates=(prefix,), empty="nan"),
@@ -377,8 +401,13 @@ def attention(
             sizes = (batch if each else 1, heads if variant.dense and read[2].stride(1) != 0 else 1)
             tile = variant.tile
             read[7] = torch.empty((*sizes, -(-rows // tile.rows), 1 - keys // -tile.keys), dtype=torch.int32, device=device)
+        relative = _relative(record) if plan.loads else ()
         for n, i in enumerate(plan.loads):
             x = captures[i]
+            if i in relative:
+                x = x if x.stride(3) == 1 else x.contiguous()
+                read[8 + n] = x.expand(batch, heads, 1, rows + keys - 1 + 2 * MARGIN)
+                continue
             read[8 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
         values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 

@@ -10,6 +10,9 @@ Leaves
     index(axis)           one of ``b h q k``; ``h`` counts query heads; integer
     sym(i)                the i-th entry of the operator's ``ints`` argument; integer
     load(i)               capture i, broadcast to ``[B, Hq, Sq, Sk]`` and read at (b, h, q, k)
+    relative(i)           capture i ``[B or 1, Hq or 1, 1, Sq + Sk - 1 + 2 MARGIN]`` read at (b, h, 0, k - q + Sq - 1 + MARGIN):
+                          a bias that only the distance of key and query decides.  The `MARGIN` entries at either end are
+                          never used; they spare a kernel whose last tiles are not full the tests of each address
 
 Inner nodes are named in `OPS` with their number of arguments; ``cast`` has the target dtype's name
 (``float32``, ``bfloat16`` ...) as a second, plain-string argument and rounds like a torch cast.
@@ -28,7 +31,10 @@ OPS: dict[str, int] = {
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "not": 1, "xor": 2, "where": 3,
     "cast": 2,
 }
-LEAVES = frozenset({"score", "const", "index", "sym", "load"})
+LEAVES = frozenset({"score", "const", "index", "sym", "load", "relative"})
+MARGIN = 512
+READS = frozenset({"load", "relative"})
+"""Leaves that read a capture."""
 AXES = ("b", "h", "q", "k")
 
 
@@ -64,7 +70,12 @@ class Expr:
         return frozenset(e.args[0] for e in self.walk() if e.op == "index")
 
     def loads(self) -> frozenset[int]:
-        return frozenset(e.args[0] for e in self.walk() if e.op == "load")
+        """Captures that it reads."""
+        return frozenset(e.args[0] for e in self.walk() if e.op in READS)
+
+    def relative(self) -> frozenset[int]:
+        """Those of them that are read by distance."""
+        return frozenset(e.args[0] for e in self.walk() if e.op == "relative")
 
     def uses_score(self) -> bool:
         return any(e.op == "score" for e in self.walk())
@@ -76,6 +87,8 @@ class Expr:
             return repr(self.args[0])
         if self.op == "index":
             return str(self.args[0])
+        if self.op == "relative":
+            return f"t{self.args[0]}[k - q]"
         if self.op in ("sym", "load"):
             return f"{'n' if self.op == 'sym' else 't'}{self.args[0]}"
         return f"{self.op}({', '.join(map(str, self.args))})"
@@ -98,6 +111,10 @@ def sym(i: int) -> Expr:
 
 def load(i: int) -> Expr:
     return Expr("load", (i,))
+
+
+def relative(i: int) -> Expr:
+    return Expr("relative", (i,))
 
 
 def to_json(expr: Expr) -> list[Any]:

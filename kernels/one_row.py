@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .expr import SCORE
+from .expr import MARGIN, READS, SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
 
 
@@ -23,8 +23,16 @@ def packed(record: Attention) -> Attention | None:
         return None
     if ranged and ("k" in axes or record.empty_rows == "mean"):
         return None
-    return record.with_(q_heads=record.kv_heads, grads=(), mask=tuple(
-        a for a in record.mask if not isinstance(a, Band | Chunk)))
+    return record.with_(q_heads=record.kv_heads, grads=(), score=_by_key(record.score), mask=tuple(
+        Predicate(_by_key(a.expr)) if isinstance(a, Predicate) else a
+        for a in record.mask if not isinstance(a, Band | Chunk)))
+
+
+def _by_key(e: Expr) -> Expr:
+    """The program at query 0, where a table by distance is one by key."""
+    if e.op == "relative":
+        return Expr("load", e.args)  # `pack` cuts its margins off
+    return Expr(e.op, tuple(_by_key(a) if isinstance(a, Expr) else a for a in e.args))
 
 
 def key_range(record: Attention, ints: Sequence[int], keys: int) -> tuple[int, int]:
@@ -62,6 +70,7 @@ def pack(
         elif isinstance(atom, Dense):
             found[atom.capture] = rows(captures[atom.capture].expand(batch, heads, 1, keys)[..., first:last])
     programs = [record.score, *(a.expr for a in record.mask if isinstance(a, Predicate))]
-    for i in {e.args[0] for p in programs if p != SCORE for e in p.walk() if e.op == "load"}:
-        found[i] = rows(captures[i].expand(batch, heads, 1, keys)[..., first:last])
+    for i, op in {(e.args[0], e.op) for p in programs if p != SCORE for e in p.walk() if e.op in READS}:
+        x = captures[i] if op == "load" else captures[i][..., MARGIN : MARGIN + keys]
+        found[i] = rows(x.expand(batch, heads, 1, keys)[..., first:last])
     return rows(q), found

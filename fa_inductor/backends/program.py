@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_inductor.kernels.expr import AXES, Expr
+from fa_inductor.kernels.expr import AXES, LEAVES, MARGIN, Expr
 
 Value = Tensor | int | float | bool
 
@@ -25,7 +25,7 @@ class Scope:
     Args:
         shape: (B, Hq, Sq, Sk) of the whole score matrix.
         rows: (q0, q1).
-        captures: tensors broadcastable to ``shape``; used at their own size, never expanded.
+        captures: tensors broadcastable to ``shape``, used at their own size, never expanded, or tables by distance.
         ints: run-time integers.
         device: where index tensors are made.
         dtype: in which constants are kept that meet no tensor, the choice between two of them for one.
@@ -58,6 +58,11 @@ class Scope:
         if t.dim() < 2 or t.shape[-2] == 1 or self.rows == (0, self.shape[2]):
             return t
         return t[..., self.rows[0] : self.rows[1], :]
+
+    def by_distance(self, t: Tensor) -> Tensor:
+        """A table ``[B or 1, Hq or 1, 1, Sq + Sk - 1 + 2 MARGIN]`` spread over these rows and all keys."""
+        at = self.axis("k") - self.axis("q") + (self.shape[2] - 1 + MARGIN)
+        return t[:, :, 0, at[0, 0]]
 
 
 def _logical(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Value, Value], Value]:
@@ -159,6 +164,8 @@ def evaluate(program: Expr, scope: Scope, score: Tensor | None = None) -> tuple[
             value = scope.ints[e.args[0]]
         elif e.op == "load":
             value = scope.row_slice(scope.captures[e.args[0]])
+        elif e.op == "relative":
+            value = scope.by_distance(scope.captures[e.args[0]])
         else:
             value = _apply(e.op, [go(a) if isinstance(a, Expr) else a for a in e.args], scope)
         memo[e] = value
@@ -291,7 +298,7 @@ def vjp(program: Expr, memo: Mapping[Expr, Value], cotangent: Tensor) -> dict[Ex
         return {}
     add(program, cotangent)
     for e in reversed(_order(program)):
-        if e not in acc or e.op in ("score", "load", "index", "const", "sym"):
+        if e not in acc or e.op in LEAVES:
             continue
         values = tuple(memo[a] if isinstance(a, Expr) else a for a in e.args)
         y = memo[e]

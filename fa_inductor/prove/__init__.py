@@ -21,10 +21,11 @@ from .atoms import (
 )
 from .evaluate import Context, Evaluator
 from .materialise import Materialiser, to_program, to_record
+from .relative import by_distance, distances
 from .values import AXES, Undecided
 
 __all__ = [
     "AXES", "MASK_THRESHOLD", "AdditiveProof", "BandDraft", "ChunkDraft", "Context", "DenseDraft", "DocumentsDraft",
-    "Draft", "Evaluator", "KeyPaddingDraft", "MaskProof", "Materialiser", "PredicateDraft", "Undecided", "classify",
-    "conjoin", "prove_additive", "prove_boolean", "to_program", "to_record",
+    "Draft", "Evaluator", "KeyPaddingDraft", "MaskProof", "Materialiser", "PredicateDraft", "Undecided", "by_distance",
+    "classify", "conjoin", "distances", "prove_additive", "prove_boolean", "to_program", "to_record",
 ]

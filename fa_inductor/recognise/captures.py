@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ..kernels import expr as ex
 from ..kernels.expr import Expr
-from ..prove import Evaluator, Materialiser, Undecided, to_program
+from ..prove import Evaluator, Materialiser, Undecided, by_distance, distances, to_program
 from ..prove.values import Poly
 from ..reasons import Code, Refusal
 from .axes import Dims, broadcast_operand, group_size, resolve, shape_of
@@ -77,7 +77,11 @@ class Captures:
         return ex.load(self.items.index(node))
 
     def in_score_dtype(self, e: Expr) -> Expr:
-        return Expr("cast", (e, "float64" if val(self.block.v.node).dtype == torch.float64 else "float32"))
+        return Expr("cast", (e, str(self._score_dtype).removeprefix("torch.")))
+
+    @property
+    def _score_dtype(self) -> torch.dtype:
+        return torch.float64 if val(self.block.v.node).dtype == torch.float64 else torch.float32
 
     def arranged(self, step: Step, node: Node) -> Arranged:
         """A tensor whose gradient is needed, by b, h, q, k as far as it has them."""
@@ -108,6 +112,10 @@ class Captures:
     def residual(self, tree: Any) -> Expr:
         """What is added beside a mask: computed in the score program where it can be, else a tensor."""
         if not self.tensors:
+            relative = by_distance(self.ev, tree)
+            if relative is not None:
+                node = distances(self.mat, relative, self._score_dtype)
+                return ex.relative(self.raw(node).args[0])
             items, ints = list(self.items), list(self.ints)
             try:
                 program = to_program(tree, self.mat, items, ints)

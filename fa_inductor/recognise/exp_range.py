@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..kernels.expr import Expr
+from ..kernels.expr import READS, Expr
 from ..prove import AdditiveProof
 from ..prove.values import Apply, Cast, Const, Indicator, Load, Select
 
@@ -50,7 +50,7 @@ def of_program(e: Expr, loads: Mapping[int, float]) -> float:
     """The same of a score program, in which the score itself counts as 0; ``loads`` are the sizes of its captures."""
     if e.op == "const":
         return 0.0 if isinstance(e.args[0], bool) else _finite(e.args[0])
-    if e.op == "load":
+    if e.op in READS:
         return loads.get(e.args[0], 1.0)
     parts = [of_program(a, loads) for a in e.args[e.op == "where":] if isinstance(a, Expr)]
     return _combined(e.op, parts)

@@ -321,7 +321,7 @@ class Reader:
         """``size``: what the constants in it may make of it; ``bias``: without its mask's fills, if that differs."""
         self.masks.hazard |= (size if bias is None else bias) >= -MASK_THRESHOLD
         inner = e.args[0] if e.op == "cast" else e
-        if isinstance(inner, Expr) and inner.op == "load":  # the whole operand, and not a part of its program
+        if isinstance(inner, Expr) and inner.op in ex.READS:  # the whole operand, and not a part of its program
             self.reach[inner.args[0]] = max(size, self.reach.get(inner.args[0], 0.0))  # type: ignore[index, arg-type]
         self.expr = Expr(op, (self.expr, e))
 

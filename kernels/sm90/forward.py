@@ -138,7 +138,8 @@ class ForwardKernel(Prepare):
     ):
         """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; padding ``[B, Sk]``
         and dense ``[B, Hq, Sq, Sk]`` bytes, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
-        ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]``, each None where the variant does not use it.
+        ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]`` or, by distance, ``[B, Hq, 1, Sq + Sk - 1 + 2 MARGIN]``; None where
+        the variant does not use it.
 
         tiles: scratch for `list_tiles`.  seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
@@ -710,12 +711,12 @@ class ForwardKernel(Prepare):
         key0 = n * t.keys
         if const_expr(v.has_program):
             where = (b, h, row0, key0 + column, rows, keys)
-            if const_expr(v.score is None or tanh_reach(v.score) == 0.0):
-                self.program(s, captures, ints, scale, where, False)
-            elif cute.arch.vote_all_sync(self.small(s, scale)):
-                self.program(s, captures, ints, scale, where, True)
+            if const_expr(not v.reads_ahead):
+                self.program_of(s, captures, ints, scale, where, False)
+            elif cute.arch.vote_all_sync(key0 + t.keys <= keys):
+                self.program_of(s, captures, ints, scale, where, True)
             else:
-                self.program(s, captures, ints, scale, where, False)
+                self.program(s, captures, ints, scale, where, False, False)
         elif const_expr(v.premultiply):
             _scale(s, scale, scale)
         if const_expr(v.listed):
@@ -739,8 +740,17 @@ class ForwardKernel(Prepare):
         if const_expr(v.padding):
             self.mask_padding(s, shared, stage, phase, column)
 
-    # The readers of captures clamp their indices instead of branching: a branch with a product in flight would make
-    # ptxas run the products one by one.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
+    # The readers of captures clamp their indices.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
+
+    @cute.jit
+    def program_of(self, s, captures, ints, scale, where, whole: cutlass.Constexpr):
+        """The score program, by the polynomial for tanh where it will do."""
+        if const_expr(self.v.score is None or tanh_reach(self.v.score) == 0.0):
+            self.program(s, captures, ints, scale, where, False, whole)
+        elif cute.arch.vote_all_sync(self.small(s, scale)):
+            self.program(s, captures, ints, scale, where, True, whole)
+        else:
+            self.program(s, captures, ints, scale, where, False, whole)
 
     def small(self, s, scale):
         """Whether no argument of a tanh in a tile is above `TANH_SMALL`, by the squares of 8 of them at a time."""
@@ -754,10 +764,10 @@ class ForwardKernel(Prepare):
         x = scale * tanh_reach(self.v.score)
         return top * (x * x) <= TANH_SMALL**2
 
-    def program(self, s, captures, ints, scale, where, small):
+    def program(self, s, captures, ints, scale, where, small, whole):
         v = self.v
         b, h, row0, col0, rows, keys = where
-        emit = Emitter(v.captures, captures, ints, b, h, col0, keys, scale, small)
+        emit = Emitter(v.captures, captures, ints, b, h, col0, keys, row0, scale, small, whole)
         # scale * QK^T + f(everything else) is one fma
         plain = v.score is not None and v.score.op == "add" and SCORE in v.score.args
         other = None

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
-from ..expr import Expr
+from ..expr import MARGIN, READS, Expr
 from .variant import Capture
 
 LOG2E = math.log2(math.e)
@@ -30,11 +30,13 @@ class Emitter:
     """Evaluates programs at (b, h, q, k)."""
 
     def __init__(self, captures: Sequence[Capture], tensors: Sequence[Any], ints: Sequence[Any], b: Any, h: Any,
-                 col0: Any, keys: Any, scale: Any = 1.0, small: bool = False):
-        """``scale`` makes scores of what is given as such; ``small``: the arguments of tanh are at most `TANH_SMALL`."""
+                 col0: Any, keys: Any, row0: Any, scale: Any = 1.0, small: bool = False,
+                 whole: bool = False):
+        """``row0`` is the query of row 0, also where it is beyond Sq; row 1 is 8 rows below.  ``whole``: the tile has no
+        column beyond the keys, so none is clamped.  ``scale`` makes scores of what is given as such; ``small``: the arguments of tanh are at most `TANH_SMALL`."""
         self.captures, self.tensors, self.ints, self.b, self.h = captures, tensors, ints, b, h
-        self.scale, self.small = scale, small
-        self.col0, self.keys = col0, keys
+        self.scale, self.small, self.whole = scale, small, whole
+        self.col0, self.keys, self.row0 = col0, keys, row0
         self._memo: dict[Any, Any] = {}
         self._axes: dict[Expr, frozenset[str]] = {}
 
@@ -46,7 +48,7 @@ class Emitter:
                 found = frozenset("s")
             elif e.op == "index":
                 found = frozenset(e.args[0])
-            elif e.op == "load":
+            elif e.op in READS:
                 found = frozenset(self.captures[e.args[0]].axes)
             else:
                 found = frozenset().union(*(self.axes(c) for c in e.children()))
@@ -96,7 +98,7 @@ class Emitter:
 
     def _load(self, n: int, row: Any, column: Any) -> Any:
         capture, tensor = self.captures[n], self.tensors[n]
-        if not capture.unit:
+        if not (capture.unit and self.whole):
             x = tensor[self.b, self.h, row[1], cutlass.min(self.col0 + column[0], self.keys - 1)]
             return _value(x, capture.dtype)
         key = ("row", n, row[0] if "q" in capture.axes else None)
@@ -104,7 +106,7 @@ class Emitter:
             self._memo[key] = cute.domain_offset((self.b, self.h, row[1], self.col0), tensor).iterator
         start, c, size = self._memo[key], column[0], tensor.element_type.width // 8
         if not capture.pairs:
-            x = _ld(_WORDS[size], f"b{8 * size}", start, c * size, self.inside(c))
+            x = _ld(_WORDS[size], f"b{8 * size}", start, c * size)
             return _decode(x, capture.dtype)
         pair = (*key, c // 2)
         if pair not in self._memo:
@@ -112,17 +114,24 @@ class Emitter:
             if size == 4:
                 self._memo[pair] = cute.arch.inline_ptx(
                     f"ld.global.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {even * size}];", write_only_types=[Int32, Int32],
-                    read_only_args=[start], predicate=self.inside(even))
+                    read_only_args=[start])
             else:
-                word = _ld(Int32, "b32", start, even * size, self.inside(even))
+                word = _ld(Int32, "b32", start, even * size)
                 self._memo[pair] = (word, word >> 16)
         return _decode(self._memo[pair][c % 2], capture.dtype)
 
-    def inside(self, c: int) -> Any:
-        """Whether column c of this thread is a key."""
-        if ("in", c) not in self._memo:
-            self._memo["in", c] = self.col0 + c < self.keys
-        return self._memo["in", c]
+    def _by_distance(self, n: int, row: Any, column: Any) -> Any:
+        """The table at k - q.  A thread's second row is 8 below its first and finds there what was read 8 columns before."""
+        capture, table = self.captures[n], self.tensors[n]
+        size = table.element_type.width // 8
+        if ("table", n) not in self._memo:
+            first = self.col0 - self.row0 + (table.shape[3] - MARGIN - self.keys)
+            self._memo["table", n] = cute.domain_offset((self.b, self.h, 0, first), table).iterator
+        d = column[0] - 8 * row[0]
+        if ("table", n, d) not in self._memo:  # queries and keys beyond the last ones read the margins
+            x = _ld(_WORDS[size], f"b{8 * size}", self._memo["table", n], d * size)
+            self._memo["table", n, d] = _decode(x, capture.dtype)
+        return self._memo["table", n, d]
 
     def _emit(self, e: Expr, row: Any, column: Any, score: Any) -> Any:
         match e.op:
@@ -137,6 +146,8 @@ class Emitter:
                 return self.ints[e.args[0]]
             case "load":
                 return self._load(e.args[0], row, column)
+            case "relative":
+                return self._by_distance(e.args[0], row, column)
             case "tanh" if self.small and factor(e.args[0]) is not None:
                 return self._small_tanh(factor(e.args[0]), 1.0, score)
             case "mul" if self.small and e.args[0].op == "tanh" and e.args[1].op == "const" and factor(e.args[0].args[0]):
@@ -196,11 +207,12 @@ def tanh_reach(e: Expr) -> float:
 _WORDS = {1: Int32, 2: Int32, 4: Int32, 8: Int64}
 
 
-def _ld(kind: Any, suffix: str, start: Any, offset: int, inside: Any) -> Any:
-    """Load without a branch; undefined where not `inside`, which only touches scores that are masked afterwards."""
+def _ld(kind: Any, suffix: str, start: Any, offset: int) -> Any:
+    """Load from a constant distance.  Without a predicate: what it would have been before has to be kept for that, in a
+    register for each load of a tile, and they spill."""
     suffix = {"b8": "u8", "b16": "u16"}.get(suffix, suffix)
-    code = f"ld.global.{suffix} {{$w0}}, [{{$r0}} + {offset}];"
-    return cute.arch.inline_ptx(code, write_only_types=[kind], read_only_args=[start], predicate=inside)
+    return cute.arch.inline_ptx(f"ld.global.{suffix} {{$w0}}, [{{$r0}} + {offset}];", write_only_types=[kind],
+                                read_only_args=[start])
 
 
 def _decode(bits: Any, kind: str) -> Any:

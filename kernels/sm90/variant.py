@@ -50,9 +50,13 @@ class Tile:
 # First that fits: (head dim of QK^T at most, of V at most, what it is for) -> tile.  TFLOP/s: H200, bf16, 16k tokens; rows of
 # 2026-11-30 are in tests/results/kernels_tuning_h200.json.
 _TILES: tuple[tuple[int, int, str, Tile], ...] = (
-    (128, 128, "captures", Tile(128, 96, 2, 240, 24, True, True,
-                                "ptxas loads a whole tile of a capture ahead; with 128 keys that spills; 2026-11-29")),
-    (256, 256, "captures", Tile(128, 48, 2, 240, 24, True, False, "as above; 2026-11-29")),
+    (128, 128, "several", Tile(128, 96, 2, 240, 24, True, True, "several tensors are read for each element; not tuned")),
+    (256, 256, "several", Tile(128, 48, 2, 240, 24, True, False, "as above; not tuned")),
+    (64, 64, "one", Tile(192, 112, 2, 160, 32, True, True, "a tensor is read for each element; 2026-11-30")),
+    (96, 96, "one", Tile(192, 96, 2, 160, 32, True, True, "as above; 112 keys spill with float32; not tuned")),
+    (128, 128, "one", Tile(128, 128, 2, 240, 24, True, True, "as above; 160 keys spill with float32; 2026-11-30")),
+    (192, 128, "one", Tile(128, 96, 2, 240, 24, True, True, "as above; not tuned")),
+    (256, 256, "one", Tile(128, 64, 2, 240, 24, False, False, "as above; not tuned")),
     (64, 64, "score", Tile(192, 112, 2, 160, 32, True, True, "128 keys spill where a tanh is a polynomial; not tuned")),
     (96, 96, "score", Tile(192, 96, 2, 160, 32, True, True, "as above with 112 keys; not tuned")),
     (64, 64, "", Tile(192, 128, 2, 160, 32, True, True,
@@ -82,6 +86,8 @@ class Capture:
     """Neighbouring keys are neighbours in memory: one address a row, constant offsets from it."""
     pairs: bool = False
     """Pairs of keys are aligned and none is cut by the end of the keys: two a load."""
+    relative: bool = False
+    """A table by distance, read at ``k - q + Sq - 1``; it is `unit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +120,8 @@ class Forward:
 
     @property
     def tile(self) -> Tile:
-        per_key = any("k" in c.axes for c in self.captures) or self.dense or bool(self.documents)
-        uses = {"": True, "captures": per_key, "score": self.score is not None, "band": self.band_lo or self.band_hi}
+        read = sum("k" in c.axes and not c.relative for c in self.captures) + self.dense + bool(self.documents)
+        uses = {"": True, "several": read > 1, "one": read == 1, "score": self.score is not None, "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
@@ -142,6 +148,11 @@ class Forward:
         return self.score is not None or bool(self.predicates)
 
     @property
+    def reads_ahead(self) -> bool:
+        """Captures are read from one address a row where the tile is whole."""
+        return any("k" in c.axes and c.unit and not c.relative for c in self.captures)
+
+    @property
     def premultiply(self) -> bool:
         """S is turned into scores before the maximum is taken: scaled, and through the score program."""
         return not self.positive_scale or self.score is not None
@@ -151,7 +162,7 @@ class Forward:
         """Nothing but QK^T and constants of its size is in the scores, so that a difference of two may be rounded once: a
         row of -3.4e38 would be infinite, or far from uniform."""
         return self.score is None or not any(
-            e.op in ("load", "index", "sym") or e.op == "const" and abs(e.args[0]) > _MODERATE for e in self.score.walk())
+            e.op in ("load", "relative", "index", "sym") or e.op == "const" and abs(e.args[0]) > _MODERATE for e in self.score.walk())
 
     @property
     def threads(self) -> int:

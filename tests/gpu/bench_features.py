@@ -18,7 +18,7 @@ import torch
 from triton.testing import do_bench
 
 from fa_inductor.kernels import api
-from fa_inductor.kernels.expr import SCORE, Expr, const, index, load
+from fa_inductor.kernels.expr import MARGIN, SCORE, Expr, const, index, load, relative
 from fa_inductor.kernels.record import Attention, Band, Dense, Documents, KeyPadding
 from fa_inductor.kernels.sm90.variant import Tile
 
@@ -85,6 +85,8 @@ def main() -> None:
         run("ALiBi, causal", s, record(mask=causal, score=alibi), [slopes], "causal")
         bias = torch.randn(1, heads, s, s, device="cuda", dtype=torch.bfloat16)
         run("bias [1, H, S, S]", s, record(score=call("add", SCORE, load(0))), [bias], "plain")
+        table = torch.randn(1, heads, 1, 2 * s - 1 + 2 * MARGIN, device="cuda")
+        run("bias by distance", s, record(score=call("add", SCORE, relative(0))), [table], "plain")
         seen = torch.ones(1, 1, s, s, device="cuda", dtype=torch.bool).tril()
         run("mask tensor [S, S], causal", s, record(mask=(Dense(0),), empty_rows="never"), [seen], "causal",
             walked=record(mask=causal))

@@ -13,7 +13,7 @@ import torch
 from forward_data import operands
 
 from fa_inductor.kernels import api, one_row
-from fa_inductor.kernels.expr import SCORE, Expr, const, index, load, sym
+from fa_inductor.kernels.expr import MARGIN, SCORE, Expr, const, index, load, relative, sym
 from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
 from fa_inductor.kernels.sm90.variant import Forward
 
@@ -54,7 +54,8 @@ class Case:
     bias_mask: str = ""
     """"inf" or "min": the bias is a causal mask with holes that adds -inf or the dtype's lowest value; "" is random."""
     score: str = ""
-    """"softcap", "alibi", "distance" (a program of where, cast, floordiv, mod) or "" for none."""
+    """"softcap", "alibi", "distance" (a program of where, cast, floordiv, mod), "relative" (a table by distance) or "" for
+    none."""
     predicate: str = ""
     """"prefix" (causal or inside a prefix), "load" (a bool capture of [Sq, Sk] or not a later key) or "" for none."""
     chunk: tuple[int, int] | None = None
@@ -172,6 +173,9 @@ def inputs(c: Case, device: str = "cuda") -> tuple[Any, ...]:
         even = call("eq", call("mod", call("sub", K, Q), const(2)), const(0))
         score = call("add", call("mul", SCORE, call("where", even, const(0.5), const(1.0))),
                      call("mul", call("cast", call("minimum", far, const(3)), "float32"), const(-0.25)))
+    elif c.score == "relative":
+        table = torch.randn(1, hq, 1, c.rows + c.keys - 1 + 2 * MARGIN, generator=g, device=device)
+        score = call("add", SCORE, relative(capture(table)))
     sink = None
     if c.sink:
         sink = capture((torch.randn(hq, generator=g, device=device) * 3).to(getattr(torch, c.sink)))

@@ -130,4 +130,9 @@ def all_cases(quick: bool = False) -> list[Case]:
         for dims in ((64, 64), (128, 128), (80, 80)):
             for hi in (None, 0):
                 add("strides", rows=300, keys=300, dims=dims, strides=strides, hi=hi, heads=(4, 2))
+    for n in range(6 if quick else 30):
+        rows, keys = rnd.choice([1, *LENGTHS[3:26]]), rnd.choice(LENGTHS[3:26])
+        add("relative", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=rows if n % 3 == 0 else keys, dims=DIMS[n % 5],
+            score="relative", heads=rnd.choice(GROUPS), hi=rnd.choice([None, max(0, keys - rows)]),
+            padding="right" if n % 4 == 1 else "", empty="zero" if n % 4 == 1 else "never")
     return found

@@ -13,6 +13,7 @@ import torch
 from forward_case import NEG_INF, Case, inputs, visible
 
 from fa_inductor.kernels import api
+from fa_inductor.kernels.expr import MARGIN
 from fa_inductor.kernels.record import Attention
 
 Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -33,6 +34,9 @@ def scores(
     elif c.score == "alibi":
         slope = 2.0 ** (-8.0 * torch.arange(1, record.q_heads + 1, device=q.device) / record.q_heads)
         s = s + (slope[:, None, None] * (ks - qs)).to(kind)
+    elif c.score == "relative":
+        table = captures[next(iter(record.score.relative()))][:, :, 0, MARGIN:]
+        s = s + table[:, :, (ks - qs) + (c.rows - 1)].to(kind)
     elif c.score == "distance":
         s = s * torch.where((ks - qs) % 2 == 0, 0.5, 1.0).to(kind)
         s = s + (((qs - ks) // 16).clamp_max(3) * -0.25).to(kind)
