@@ -77,7 +77,11 @@ class Launch:
 def describe(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int]
 ) -> tuple[Any, ...] | None:
-    """All that a launch may depend on, None where q, k or v is not aligned to 16 bytes: then a copy comes first."""
+    """All that a launch may depend on; None where q, k or v is not aligned to 16 bytes, since a copy comes first, and for
+    subclasses of Tensor."""
+    for x in (q, k, v, *captures):
+        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+            return None
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         return None
     found = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
@@ -94,25 +98,26 @@ class Memo:
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], Launch] = {}
-        self.last: tuple[Callable[..., bool], tuple[int, ...], Launch] | None = None
-        """The latest one, behind a comparison of q, k and v in C++; only of a call without captures."""
+        self.last: tuple[Callable[..., bool], tuple[int, ...], list[int], Launch] | None = None
+        """The latest one, behind a comparison of the tensors in C++; with the integers and the captures' alignment."""
 
     def call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """out and lse as from an earlier call that was like this one; None, and nothing done, when there was none."""
         last = self.last  # read once: another thread may replace it
-        if last is not None and not captures:
-            same, numbers, launch = last
-            if (same(q, k, v) and tuple(ints) == numbers and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-                    and current_device() == launch.device):
-                return launch(q, k, v, captures)
+        if last is not None:
+            same, numbers, places, found = last
+            if (len(captures) == len(places) and same(q, k, v, *captures) and tuple(ints) == numbers
+                    and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+                    and (not captures or [x.data_ptr() & 15 for x in captures] == places)
+                    and current_device() == found.device):
+                return found(q, k, v, captures)
         key = describe(q, k, v, captures, ints)
         found = None if key is None else self.known.get(key)
         if found is None or current_device() != found.device:
             return None
-        if not captures:
-            self._latest(q, k, v, ints, found)
+        self._latest(q, k, v, captures, ints, found)
         return found(q, k, v, captures)
 
     def keep(
@@ -126,22 +131,22 @@ class Memo:
         if len(self.known) >= MOST:
             self.known.clear()
         self.known[key] = launch
-        if not captures:
-            self._latest(q, k, v, ints, launch)
+        self._latest(q, k, v, captures, ints, launch)
 
-    def _latest(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ints: Sequence[int], launch: Launch) -> None:
-        # Compares class, dispatch keys, dtype, device, sizes and strides of each; private, hence optional.
+    def _latest(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
+        launch: Launch,
+    ) -> None:
+        # Compares class, dispatch keys, dtype, device, sizes and strides of each, and holds none; private, hence optional.
         try:
-            same = TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            same = TensorGuards(q, k, v, *captures, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         except (TypeError, RuntimeError):
             self.last = None
             return
-        self.last = same, tuple(ints), launch
+        self.last = same, tuple(ints), [x.data_ptr() & 15 for x in captures], launch
 
 
-def view_of(
-    place: int, x: torch.Tensor, source: int, of: torch.Tensor
-) -> View | None:
+def view_of(place: int, x: torch.Tensor, source: int, of: torch.Tensor) -> View | None:
     """How argument ``place`` is made of a source, None when it does not share its memory."""
     if x is of:
         return place, source, None, None
