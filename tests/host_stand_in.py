@@ -26,8 +26,8 @@ def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype)
 
 
 @contextmanager
-def stand_in(kernel: Callable[[Forward], Callable[..., Any]]) -> Iterator[None]:
-    """``kernel(variant)`` gives what is called where the compiled kernel would be; tensors on the CPU take that way."""
+def stand_in(kernel: Callable[[Forward], Callable[..., Any]], device: str = "cpu") -> Iterator[None]:
+    """``kernel(variant)`` gives what is called where the compiled kernel would be; tensors on ``device`` take that way."""
     api._plans.clear()
     direct._memos.clear()
     dispatch._choose.cache_clear()
@@ -36,7 +36,7 @@ def stand_in(kernel: Callable[[Forward], Callable[..., Any]]) -> Iterator[None]:
         return (wanted if wanted in ("sdpa", "reference") else "kernels"), None
 
     with (
-        patch.object(api, "DEVICE", "cpu"),
+        patch.object(api, "DEVICE", device),
         patch.object(api, "_kernel", kernel),
         patch.object(api, "_sm_count", lambda index: SMS),
         patch.object(launch, "current_device", lambda: None),

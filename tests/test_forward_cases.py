@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from host_stand_in import stand_in
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,32 @@ def test_each_runs_on_the_kernel_of_the_case_it_varies(gpu: SimpleNamespace) -> 
             _, _, _, record, captures, _ = gpu.case.inputs(c, "meta")
             assert gpu.case.api.supports(record, "sm_90") is None, c
             assert gpu.case.api.variant_of(record, captures) == v, c
+
+
+def test_launched_is_what_a_call_launches(gpu: SimpleNamespace) -> None:
+    """Few rows are split or packed, or neither; nothing else is launched, or check_forward would say so of every case."""
+    asked: list[Any] = []
+
+    def kernel(variant: Any) -> Any:
+        asked.append(variant)
+        return lambda *args: None
+
+    everything = [*gpu.bases, *gpu.cases]
+    cases = [c for c in everything if c.rows <= 64 or c.name == "decode"] + everything[::15]
+    kinds: Counter[tuple[bool, bool]] = Counter()
+    with stand_in(kernel, "meta"):
+        for c in cases:
+            asked.clear()
+            q, k, v, record, captures, ints = gpu.case.inputs(c, "meta")
+            gpu.case.api.attention(q, k, v, record, captures, ints)
+            if asked:
+                launched = gpu.case.launched(c)
+                assert asked == [launched], c
+                kinds[launched.split, gpu.case.one_row.packed(record) is not None and c.rows == 1] += 1
+            else:  # nothing to launch where one row sees no key
+                first, last = gpu.case.one_row.key_range(record, ints, c.keys)
+                assert c.rows == 1 and first == last, c
+    assert min(kinds[split, packed] for split in (False, True) for packed in (False, True)) >= 5, kinds
 
 
 def test_a_name_is_enough(gpu: SimpleNamespace) -> None:

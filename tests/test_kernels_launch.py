@@ -114,6 +114,7 @@ PAIRS: dict[str, tuple[Attention, Given, Given]] = {
     "batch": (CAUSAL, qkv(), qkv(q=tensor(96, batch=3), k=tensor(96, batch=3), v=tensor(96, batch=3))),
     "rows": (PLAIN, qkv(), qkv(q=tensor(97))),
     "keys": (SHIFTED, qkv(ints=[0]), qkv(k=tensor(200), v=tensor(200), ints=[0])),
+    "rows, same strides": (PLAIN, qkv(q=tensor(96, order="sbhd")), qkv(q=tensor(300, order="sbhd"))),
     "rows, few": (GROUPED, few(), few(q=tensor(7))),
     "keys, few": (GROUPED, few(), few(keys=8192)),
     "stride of q": (PLAIN, qkv(), qkv(q=tensor(96, gap=4))),
@@ -217,9 +218,9 @@ def test_what_is_computed_from_the_inputs_is_computed_each_time(spy: Spy, record
 def test_wrong_tensors_are_refused_after_right_ones(spy: Spy) -> None:
     wrong: dict[str, Given] = {
         "dtype": tuple(x.to(torch.float16) for x in qkv()[:3]) + ([], []),
-        "dtype of k": qkv(k=tensor(96, dtype=torch.float16)),
+        **{f"dtype of {name}": qkv(**{name: tensor(96, dtype=torch.float16)}) for name in "qkv"},
         "device": tuple(x.to("meta") for x in qkv()[:3]) + ([], []),
-        "device of v": qkv(v=tensor(96).to("meta")),
+        **{f"device of {name}": qkv(**{name: tensor(96).to("meta")}) for name in "qkv"},
         "batch of k": qkv(k=tensor(96, batch=1)),
         "keys of v": qkv(v=tensor(95)),
         "heads": qkv(q=tensor(96, heads=8)),

@@ -15,7 +15,8 @@ from fa_inductor.kernels.launch import Memo
 from fa_inductor.kernels.record import Attention
 from fa_inductor.options import options
 
-from . import hooks, library
+from . import hooks
+from .library import attention as operator
 
 _memos: dict[str, Memo] = {}
 """By record, as the operator gets it; only of records that the kernels run."""
@@ -38,7 +39,7 @@ def attention(
         else:
             if found is not None:
                 return found
-    out, lse = library.attention(q, k, v, captures, ints, record, block)
+    out, lse = operator(q, k, v, captures, ints, record, block)
     _hold(record, q)
     return out, lse
 
