@@ -167,8 +167,12 @@ def _kernels_forward(
     record: Attention, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], ints: Sequence[int]
 ) -> Forward:
     from fa_inductor.kernels import api
+    from fa_inductor.ops import layout
 
-    return api.attention(q, k, v, record, captures, ints)  # memory order: the record's, as the contract has it
+    out, lse = api.attention(q, k, v, record, captures, ints)
+    if out.stride() != layout.out_stride(record, *out.shape) or not lse.is_contiguous():
+        return layout.match(out, layout.empty_out(record, q, v)), layout.match(lse, layout.empty_lse(q))
+    return out, lse
 
 
 def held(record: Attention, device: torch.device) -> Any | None:
