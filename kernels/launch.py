@@ -12,27 +12,29 @@ from typing import Any
 
 import torch
 
-try:
-    from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda, _reinterpret_tensor
-except ImportError:  # private: a later torch may have none of them
-
-    def _empty_strided_cuda(size: Size, stride: Size, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-    def _reinterpret_tensor(x: torch.Tensor, size: Size, stride: Size, offset: int) -> torch.Tensor:
-        return x.as_strided(size, stride, x.storage_offset() + offset)
-
-    TensorGuards = None
-
 MOST = 512
 """Launches held for one record; lengths that grow, as in decoding, make a new one each time."""
 
-empty: Callable[..., torch.Tensor] = _empty_strided_cuda
+Size = tuple[int, ...]
+_guards = torch._C._dynamo.guards
+"""What Inductor's own generated code uses; private, so a later torch may lack some of it."""
+
+
+def _empty(size: Size, stride: Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _reinterpret(x: torch.Tensor, size: Size, stride: Size, offset: int) -> torch.Tensor:
+    return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+reinterpret: Callable[..., torch.Tensor] = getattr(_guards, "_reinterpret_tensor", _reinterpret)
+empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty)
 """(size, stride, dtype) -> uninitialised tensor on the current device, past the dispatcher, as Inductor allocates."""
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Index of the current device, without the checks of `torch.cuda.current_device`: a tensor on the device is at hand."""
 
-Size = tuple[int, ...]
 Allocation = tuple[Size, Size, torch.dtype]
 View = tuple[int, int, torch.dtype | None, tuple[Size, Size, int] | None]
 """(argument, source, dtype to view it as first, size and stride and offset from the source's); sources are q, k, v, out,
@@ -69,7 +71,7 @@ class Launch:
                 x = sources[source]
                 if dtype is not None:
                     x = x.view(dtype)
-                args[place] = x if geometry is None else _reinterpret_tensor(x, *geometry)
+                args[place] = x if geometry is None else reinterpret(x, *geometry)
         self.fn(*args)
         return out, lse
 
@@ -154,5 +156,5 @@ def view_of(place: int, x: torch.Tensor, source: int, of: torch.Tensor) -> View 
             or x.untyped_storage().data_ptr() != of.untyped_storage().data_ptr()):
         return None
     same = x.shape == of.shape and x.stride() == of.stride() and x.storage_offset() == of.storage_offset()
-    geometry = None if same else (tuple(x.shape), x.stride(), x.storage_offset() - of.storage_offset())
+    geometry: tuple[Size, Size, int] | None = None if same else (tuple(x.shape), x.stride(), int(x.storage_offset() - of.storage_offset()))
     return place, source, None if x.dtype == of.dtype else x.dtype, geometry

@@ -173,8 +173,8 @@ SOME: dict[str, tuple[Attention, Given]] = {
     "one row, window": (GROUPED.with_(mask=(Band(100, 3000),)), few()),
     "split": (PLAIN, (tensor(7), tensor(4096), tensor(4096), [], [])),
     "heads first": (PLAIN.with_(layout="bhsd"), qkv(q=tensor(96, order="bhsd"))),
-    "slices of one tensor": (PLAIN, (*(torch.zeros(2, 96, 3, 4, 64, dtype=torch.bfloat16)[:, :, i].transpose(1, 2)
-                                       for i in range(3)), [], [])),
+    "slices of one tensor": (PLAIN, qkv(**{name: x.transpose(1, 2) for name, x in zip(
+        "qkv", torch.zeros(2, 96, 3, 4, 64, dtype=torch.bfloat16).unbind(2), strict=True)})),
     "one batch": (PLAIN, qkv(q=tensor(96, batch=1), k=tensor(96, batch=1), v=tensor(96, batch=1))),
 }
 
@@ -202,7 +202,8 @@ def test_a_call_like_the_one_before_is_not_worked_out_again(spy: Spy, name: str,
 def test_what_is_computed_from_the_inputs_is_computed_each_time(spy: Spy, record: Attention, given: Given) -> None:
     anew(spy, record, given)
     assert not api._plans[id(record)].memo.known
-    given[0].fill_(1), given[1].fill_(2), given[2].fill_(3)
+    for i, x in enumerate(given[:3]):
+        x.fill_(i + 1)
     for x in given[3]:
         x.fill_(1)
     spy.calls.clear()
@@ -217,9 +218,9 @@ def test_what_is_computed_from_the_inputs_is_computed_each_time(spy: Spy, record
 
 def test_wrong_tensors_are_refused_after_right_ones(spy: Spy) -> None:
     wrong: dict[str, Given] = {
-        "dtype": tuple(x.to(torch.float16) for x in qkv()[:3]) + ([], []),
+        "dtype": qkv(**{name: tensor(96, dtype=torch.float16) for name in "qkv"}),
         **{f"dtype of {name}": qkv(**{name: tensor(96, dtype=torch.float16)}) for name in "qkv"},
-        "device": tuple(x.to("meta") for x in qkv()[:3]) + ([], []),
+        "device": qkv(**{name: tensor(96).to("meta") for name in "qkv"}),
         **{f"device of {name}": qkv(**{name: tensor(96).to("meta")}) for name in "qkv"},
         "batch of k": qkv(k=tensor(96, batch=1)),
         "keys of v": qkv(v=tensor(95, order="sbhd")),
