@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import cache, one_row
+from . import cache, launch, one_row
 from .expr import MARGIN, READS, SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
 from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
@@ -22,6 +22,8 @@ DSL = "nvidia-cutlass-dsl"
 DSL_VERSIONS = ((4, 8), (5, 0))
 """First version that is known to work, and the first that is not."""
 
+DEVICE = "cuda"
+"""Type of the device that the kernels run on."""
 _FAR = 1 << 29
 """Offsets are clamped to this: beyond every key, and sums of a few of them still fit 32 bits."""
 _L2_BYTES = 32 << 20
@@ -334,6 +336,10 @@ def attention(
         whatever the DSL raises when the first call of a variant compiles it.
     """
     plan = _plans.get(id(record)) or _plan(record)
+    if out is None:
+        again = plan.memo.call(q, k, v, captures, ints)
+        if again is not None:
+            return again
     batch, heads, rows, dim = shape = q.shape
     _, kv_heads, keys, dim_v = v.shape
     dtype, device = q.dtype, q.device
@@ -343,17 +349,20 @@ def attention(
         raise ValueError(f"q {tuple(shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match")
     if dtype != plan.dtype or k.dtype != dtype or v.dtype != dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; the record says {record.dtype}")
-    if device.type != "cuda" or k.device != device or v.device != device or any(x.device != device for x in captures):
+    if device.type != DEVICE or k.device != device or v.device != device or any(x.device != device for x in captures):
         raise ValueError(f"q, k, v and captures must be on one CUDA device: {device}, {k.device}, {v.device}, "
                          f"{[str(x.device) for x in captures]}")
+    fresh = False
     if out is None:
         stride = (heads * rows * dim_v, dim_v, heads * dim_v, 1) if plan.bshd else (heads * rows * dim_v, rows * dim_v, dim_v, 1)
         out = target = torch.empty_strided((batch, heads, rows, dim_v), stride, dtype=dtype, device=device)
+        fresh = True
     elif out.shape != (batch, heads, rows, dim_v) or out.dtype != dtype or out.device != device:
         raise ValueError(f"out is {tuple(out.shape)} {out.dtype}, not {(batch, heads, rows, dim_v)} {dtype}")
     else:
         target = _ready(out)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=device)
+    known = (plan.memo, q, k, v, out, lse, captures) if fresh else None
     if batch == 0 or rows == 0:
         return out, lse
     if keys == 0:
@@ -363,13 +372,36 @@ def attention(
         if first == last:
             return _no_keys(record, captures, out, lse)
         q, captures = one_row.pack(record, q, captures, keys, first, last)
-        target = out.view(batch, kv_heads, record.group, dim_v) if out.is_contiguous() else None
-        found, found_lse = attention(q, k[:, :, first:last], v[:, :, first:last], plan.packed, captures, ints, target)
-        if target is None:
-            out.copy_(found.view(out.shape))
-        return out, found_lse.view(lse.shape)
+        k, v = k[:, :, first:last], v[:, :, first:last]
+        if out.is_contiguous():
+            target = _ready(out.view(batch, kv_heads, record.group, dim_v))
+        else:
+            target = torch.empty((batch, kv_heads, record.group, dim_v), dtype=dtype, device=device)
+            known = None
+        _run(_plans.get(id(plan.packed)) or _plan(plan.packed), q, k, v, captures, ints, target,
+             lse.view(batch, kv_heads, record.group), known)
+        target = target.view(out.shape)
+    else:
+        _run(plan, q, k, v, captures, ints, target, lse, known)
+    if target is not out and target.data_ptr() != out.data_ptr():
+        out.copy_(target)
+    return out, lse
 
+
+_Known = tuple[launch.Memo, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
+"""Where to hold the launch of a call, and the call's q, k, v, out, lse and captures as they came."""
+
+
+def _run(
+    plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
+    target: torch.Tensor, lse: torch.Tensor, known: _Known | None,
+) -> None:
+    """Launch a kernel that writes `target` and `lse`; the tensors fit the plan's record, and there are rows and keys."""
+    record, device = plan.record, q.device
+    batch, heads, rows, _ = q.shape
+    keys, dim_v = v.shape[2:]
     read: list[Any] = [None] * _OPTIONAL
+    source: dict[int, int] = {}  # argument -> the capture that it is a view of
     lo, hi, chunk, offset = plan.lo, plan.hi, 1, 0
     if plan.plain:
         variant, values = plan.variant, _ZEROS
@@ -384,15 +416,19 @@ def attention(
             elif isinstance(atom, Chunk):
                 chunk, offset = max(1, _int(atom.size, ints)), _int(atom.offset, ints)
             elif isinstance(atom, KeyPadding):
+                source[0] = atom.capture
                 read[0] = _bytes(captures[atom.capture]).expand(batch, keys)
                 read[1] = torch.empty((batch, 2), dtype=torch.int32, device=device)
             elif isinstance(atom, Dense):
+                source[2] = atom.capture
                 read[2] = _bytes(captures[atom.capture]).expand(batch, heads, rows, keys)
             elif isinstance(atom, Documents):
+                source[3], source[4] = atom.q, atom.k
                 ids = torch.int64 if variant.documents == "int64" else torch.int32
                 read[3] = captures[atom.q].to(ids).expand(batch, rows)
                 read[4] = captures[atom.k].to(ids).expand(batch, keys)
         if record.sink is not None:
+            source[5] = record.sink
             read[5] = captures[record.sink]
         if variant.empty == "mean":
             read[6] = v.mean(2, dtype=torch.float32)
@@ -403,6 +439,7 @@ def attention(
             read[7] = torch.empty((*sizes, -(-rows // tile.rows), 1 - keys // -tile.keys), dtype=torch.int32, device=device)
         relative = _relative(record) if plan.loads else ()
         for n, i in enumerate(plan.loads):
+            source[8 + n] = i
             x = captures[i]
             if i in relative:
                 x = x if x.stride(3) == 1 else x.contiguous()
@@ -412,16 +449,16 @@ def attention(
         values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 
     size = (variant, batch, rows, keys, device.index)
-    launch = plan.launches.get(size)
-    if launch is None:
+    chosen = plan.launches.get(size)
+    if chosen is None:
         section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         shares = splits(variant, batch, heads, rows, keys, _sm_count(device.index))
         if shares > 1:
             section, blocks = shares, blocks * shares
         if len(plan.launches) > 1000:
             plan.launches.clear()
-        launch = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
-    fn, section, blocks, shares = launch
+        chosen = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
+    fn, section, blocks, shares = chosen
     tickets = torch.empty(1, dtype=torch.int32, device=device) if variant.uneven else None
     parts = parts_lse = None
     if shares > 1:
@@ -429,30 +466,66 @@ def attention(
         parts_lse = torch.empty((shares * batch, heads, rows), dtype=torch.float32, device=device)
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
             section, tickets, parts, parts_lse, blocks)
-    if device.index == torch.cuda.current_device():
+    if device.index == launch.current_device():
         fn(*args)
     else:
         with torch.cuda.device(device):
             fn(*args)
-    if target is not out and target.data_ptr() != out.data_ptr():
-        out.copy_(target)
-    return out, lse
+    if known is not None:
+        _keep(known, ints, fn, args, source)
+
+
+def _keep(known: _Known, ints: Sequence[int], fn: Any, args: Sequence[Any], source: dict[int, int]) -> None:
+    """Hold what `_run` worked out, unless an argument was computed from the inputs: by a copy, a conversion, a mean."""
+    memo, q, k, v, out, lse, captures = known
+    given = (q, k, v, out, lse, *captures)
+    made: list[launch.View] = []
+    rest: list[Any] = list(args)
+    scratch: list[tuple[int, launch.Allocation]] = []
+    for place, x in enumerate(args):
+        if not isinstance(x, torch.Tensor):
+            continue
+        rest[place] = None  # or the memory of this call would be held
+        i = place - launch.CAPTURES
+        if i in _SCRATCH:
+            scratch.append((place, (tuple(x.shape), x.stride(), x.dtype)))
+            continue
+        from_ = place if place < launch.CAPTURES else launch.CAPTURES + source[i] if i in source else None
+        view = None if from_ is None else launch.view_of(place, x, from_, given[from_])
+        if view is None:
+            return
+        if place >= launch.CAPTURES or view[2:] != (None, None):
+            made.append(view)
+    memo.keep(q, k, v, captures, ints, launch.Launch(
+        fn, q.device.index, (tuple(out.shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype),
+        rest, scratch, made))
+
+
+def memo_of(record: Attention) -> launch.Memo | None:
+    """The launches held for a record that `attention` was called with, None when it was not."""
+    plan = _plans.get(id(record))
+    return None if plan is None else plan.memo
 
 
 _OPTIONAL = 8 + MAX_CAPTURES
 """Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, tiles,
 captures."""
+_TICKETS = _OPTIONAL + MAX_INTS + 7
+_SCRATCH = (1, 7, _TICKETS, _TICKETS + 1, _TICKETS + 2)
+"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, tiles, tickets, parts and their
+lse."""
 _ZEROS = [0] * MAX_INTS
 
 
 class _Plan:
     """What every call of one record shares; keeps the record alive, so that its id stays its own."""
 
-    __slots__ = ("bshd", "dtype", "fill", "hi", "launches", "lo", "loads", "packed", "plain", "record", "scale", "sizes",
+    __slots__ = ("bshd", "dtype", "fill", "hi", "launches", "lo", "loads", "memo", "packed", "plain", "record", "scale", "sizes",
                  "syms", "variant")
 
     def __init__(self, record: Attention):
         self.record = record
+        self.memo = launch.Memo()
         self.packed = one_row.packed(record)
         self.variant, self.loads, self.syms = _template(record)
         self.sizes = (record.q_heads, record.kv_heads, record.head_dim, record.head_dim_v)

@@ -170,7 +170,18 @@ def _kernels_forward(
     from fa_inductor.ops import layout
 
     out, lse = api.attention(q, k, v, record, captures, ints)
-    return layout.match(out, layout.empty_out(record, q, v)), layout.match(lse, layout.empty_lse(q))
+    if out.stride() != layout.out_stride(record, *out.shape) or not lse.is_contiguous():
+        return layout.match(out, layout.empty_out(record, q, v)), layout.match(lse, layout.empty_lse(q))
+    return out, lse
+
+
+def held(record: Attention, device: torch.device) -> Any | None:
+    """What ``kernels`` hold of earlier calls of ``record`` (`kernels.launch.Memo`); None where another backend runs it."""
+    if choose(record, device.type, arch_of(device))[0] != "kernels":
+        return None
+    from fa_inductor.kernels import api
+
+    return api.memo_of(record)
 
 
 def run_backward(

@@ -41,6 +41,11 @@ def empty_out(record: Attention, q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((b, h, s, v.shape[3]), dtype=dtype)
 
 
+def out_stride(record: Attention, b: int, h: int, s: int, d: int) -> tuple[int, int, int, int]:
+    """Strides of `empty_out` where nothing is empty."""
+    return (h * s * d, d, h * d, 1) if record.layout == "bshd" else (h * s * d, s * d, d, 1)
+
+
 def empty_lse(q: Tensor) -> Tensor:
     """Uninitialised log-sum-exp [B, Hq, Sq]."""
     return q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))

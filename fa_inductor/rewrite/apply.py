@@ -70,7 +70,9 @@ class Rewriter:
             out, lse and [q, k, v] as given to the operator.
         """
         from ..ops import attention, pin_strides
+        from ..ops.generated import install
 
+        install()
         at = self.now(block.out) if block.out.graph is self.graph else block.out
         em = Emitter(self.graph, at, block.anchor)
         qkv = [self._operand(em, o, d) for o, d in

@@ -77,6 +77,8 @@ def _sizes(base: Case, rnd: random.Random, dims: tuple[int, int]) -> tuple[int, 
     """(batch, heads, rows, keys) that keep the way in which captures are read, and stay below `MOST`."""
     rows = _length(rnd)
     keys = rows if rnd.random() < 0.4 else _length(rnd)
+    if base.bias_mask == "min":  # three rows are hidden as a whole, of which eager code in 16 bits makes NaN: no measure
+        rows, keys = max(rows, 7), max(keys, 7)
     batch, heads = rnd.choice((1, 1, 2, 2, 3, 5)), rnd.choice(HEADS)
     if base.strides == "packed":
         keys = max(keys, rows)

@@ -1,0 +1,160 @@
+"""Calls of a kernel that are like an earlier one: what the earlier one worked out is used again.
+
+How a kernel is launched, and with which views of its inputs, follows from sizes, strides, dtypes, devices and alignment
+of the tensors and from the integers, never from what is in them.  A `Memo` holds, for one record and for each such
+description, a `Launch`: the compiled function, what to allocate, and how each argument is a view of an input.  What needs
+a copy, a conversion or any other kernel first is not held.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+MOST = 512
+"""Launches held for one record; lengths that grow, as in decoding, make a new one each time."""
+
+Size = tuple[int, ...]
+_guards = torch._C._dynamo.guards
+"""What Inductor's own generated code uses; private, so a later torch may lack some of it."""
+
+
+def _empty(size: Size, stride: Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _reinterpret(x: torch.Tensor, size: Size, stride: Size, offset: int) -> torch.Tensor:
+    return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+reinterpret: Callable[..., torch.Tensor] = getattr(_guards, "_reinterpret_tensor", _reinterpret)
+empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty)
+"""(size, stride, dtype) -> uninitialised tensor on the current device, past the dispatcher, as Inductor allocates."""
+current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Index of the current device, without the checks of `torch.cuda.current_device`: a tensor on the device is at hand."""
+
+Allocation = tuple[Size, Size, torch.dtype]
+View = tuple[int, int, torch.dtype | None, tuple[Size, Size, int] | None]
+"""(argument, source, dtype to view it as first, size and stride and offset from the source's); sources are q, k, v, out,
+lse and then the captures."""
+Q, K, V, OUT, LSE, CAPTURES = range(6)
+
+
+class Launch:
+    """One prepared call."""
+
+    __slots__ = ("args", "device", "fn", "lse", "out", "rest", "scratch", "views")
+
+    def __init__(self, fn: Callable[..., Any], device: int | None, out: Allocation, lse: Allocation, args: list[Any],
+                 scratch: list[tuple[int, Allocation]], views: list[View]) -> None:
+        self.fn, self.device, self.out, self.lse = fn, device, out, lse
+        self.args, self.scratch, self.views = args, scratch, views
+        self.rest: tuple[Any, ...] | None = None if views or scratch else tuple(args[5:])
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse; the caller has compared everything that this depends on, the current device included."""
+        out, lse = empty(*self.out), empty(*self.lse)
+        if self.rest is not None:
+            self.fn(q, k, v, out, lse, *self.rest)
+            return out, lse
+        args = self.args.copy()
+        args[:5] = q, k, v, out, lse
+        for place, allocation in self.scratch:
+            args[place] = empty(*allocation)
+        if self.views:
+            sources = (q, k, v, out, lse, *captures)
+            for place, source, dtype, geometry in self.views:
+                x = sources[source]
+                if dtype is not None:
+                    x = x.view(dtype)
+                args[place] = x if geometry is None else reinterpret(x, *geometry)
+        self.fn(*args)
+        return out, lse
+
+
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int]
+) -> tuple[Any, ...] | None:
+    """All that a launch may depend on; None where q, k or v is not aligned to 16 bytes, since a copy comes first, and for
+    subclasses of Tensor."""
+    for x in (q, k, v, *captures):
+        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+            return None
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        return None
+    found = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
+             v.device)
+    if captures:
+        found = (*found, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in captures))
+    return (*found, tuple(ints)) if ints else found
+
+
+class Memo:
+    """The launches of one record."""
+
+    __slots__ = ("known", "last")
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], Launch] = {}
+        self.last: tuple[Callable[..., bool], tuple[int, ...], list[int], Launch] | None = None
+        """The latest one, behind a comparison of the tensors in C++; with the integers and the captures' alignment."""
+
+    def call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """out and lse as from an earlier call that was like this one; None, and nothing done, when there was none."""
+        last = self.last  # read once: another thread may replace it
+        if last is not None:
+            same, numbers, places, found = last
+            if (len(captures) == len(places) and same(q, k, v, *captures) and tuple(ints) == numbers
+                    and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+                    and (not captures or [x.data_ptr() & 15 for x in captures] == places)
+                    and current_device() == found.device):
+                return found(q, k, v, captures)
+        key = describe(q, k, v, captures, ints)
+        found = None if key is None else self.known.get(key)
+        if found is None or current_device() != found.device:
+            return None
+        self._latest(q, k, v, captures, ints, found)
+        return found(q, k, v, captures)
+
+    def keep(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
+        launch: Launch,
+    ) -> None:
+        """Hold a launch for calls that are like this one."""
+        key = describe(q, k, v, captures, ints)
+        if key is None:
+            return
+        if len(self.known) >= MOST:
+            self.known.clear()
+        self.known[key] = launch
+        self._latest(q, k, v, captures, ints, launch)
+
+    def _latest(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
+        launch: Launch,
+    ) -> None:
+        # Compares class, dispatch keys, dtype, device, sizes and strides of each, and holds none; private, hence optional.
+        try:
+            same = TensorGuards(q, k, v, *captures, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        except (TypeError, RuntimeError):
+            self.last = None
+            return
+        self.last = same, tuple(ints), [x.data_ptr() & 15 for x in captures], launch
+
+
+def view_of(place: int, x: torch.Tensor, source: int, of: torch.Tensor) -> View | None:
+    """How argument ``place`` is made of a source, None when it does not share its memory."""
+    if x is of:
+        return place, source, None, None
+    if (x.element_size() != of.element_size() or x.device != of.device
+            or x.untyped_storage().data_ptr() != of.untyped_storage().data_ptr()):
+        return None
+    same = x.shape == of.shape and x.stride() == of.stride() and x.storage_offset() == of.storage_offset()
+    geometry: tuple[Size, Size, int] | None = None if same else (tuple(x.shape), x.stride(), int(x.storage_offset() - of.storage_offset()))
+    return place, source, None if x.dtype == of.dtype else x.dtype, geometry
