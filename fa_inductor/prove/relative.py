@@ -5,6 +5,7 @@ Sq x Sk for each head; what it can hold are the Sq + Sk - 1 values of one diagon
 """
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,51 +22,38 @@ _POSITION = frozenset((AXIS_Q, AXIS_K))
 
 
 def by_distance(ev: Evaluator, tree: Tree) -> Tree | None:
-    """An equal value in which all that changes along q or k is looked up at an index that depends on ``k - q`` alone.
+    """An equal value that depends on q and k by ``k - q`` alone, with look-ups in tables followed to their index.
 
-    The proof: the index is the same, term by term, for the next query and the next key.  None where there is none, and
+    The proof: the value is the same, term by term, for the next query and the next key.  None where there is none, and
     where nothing changes along both.
     """
-    return _followed(ev, tree) if axes_of(tree) >= _POSITION else None
-
-
-def _followed(ev: Evaluator, tree: Tree) -> Tree | None:
-    if not axes_of(tree) & _POSITION:
-        return tree
-    if isinstance(tree, Load):
-        return _looked_up(ev, tree)
-    if not isinstance(tree, Apply):
+    if not axes_of(tree) >= _POSITION:
         return None
-    args: list[Any] = []
-    for a in tree.args:
-        if axes_of(a) & _POSITION:
-            a = _followed(ev, a) if isinstance(a, Tree) else None
-            if a is None:
-                return None
-        args.append(a)
-    return Apply(tree.target, tuple(args), tree.kwargs, tree.scalars, tree.dtype)
+    followed = _followed(ev, tree)
+    return followed if _next(followed) == followed else None
 
 
-def _looked_up(ev: Evaluator, tree: Load) -> Tree | None:
-    """``weight[index]`` read at the value of its index."""
+def _followed(ev: Evaluator, x: Any) -> Any:
+    """`x` with every ``weight[index]`` in it, which is opaque elsewhere, read at the value of its index."""
+    if isinstance(x, Load):
+        return _looked_up(ev, x)
+    if isinstance(x, Apply):
+        return Apply(x.target, tuple(_followed(ev, a) for a in x.args), x.kwargs, x.scalars, x.dtype)
+    return x
+
+
+def _looked_up(ev: Evaluator, tree: Load) -> Tree:
     found = _table(tree.node)
     if found is None:
-        return None
+        return tree
     weight, index = found
     rank = index.meta["val"].ndim
-    here, rest = tree.index[:rank], tree.index[rank:]
-    if any(axes_of(i) & _POSITION for i in rest):
-        return None
-    there = [_next(i) for i in here]
-    if any(i is None for i in there):
-        return None
-    value = ev.value(index, here)
-    if not isinstance(value, Poly) or not axes_of(value) >= _POSITION or ev.value(index, there) != value:
-        return None
-    size = ev.shape(weight)[0]
-    if tree.node.target is not aten.embedding.default and not ev.facts.in_range(value, 0, size):
-        return None  # a negative one would count from the end
-    return Load(weight, (value, *rest), tree.dtype)
+    value = ev.value(index, tree.index[:rank])
+    if not isinstance(value, Poly) or not axes_of(value) >= _POSITION:
+        return tree
+    if tree.node.target is not aten.embedding.default and not ev.facts.in_range(value, 0, ev.shape(weight)[0]):
+        return tree  # a negative one would count from the end
+    return Load(weight, (value, *tree.index[rank:]), tree.dtype)
 
 
 def _table(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -81,18 +69,23 @@ def _table(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (weight, index) if index.meta["val"].dtype in (torch.int64, torch.int32) else None
 
 
-def _next(p: Poly) -> Poly | None:
-    """The same at the next query and the next key; None where q or k is inside a division, a maximum or the like."""
-    total = Poly({})
-    for m, c in p.terms.items():
-        term = Poly.of(c)
-        for a, power in m:
-            if a not in _POSITION and axes_of(a) & _POSITION:
-                return None
-            for _ in range(power):
-                term = term * (Poly.of(a) + 1 if a in _POSITION else Poly.of(a))
-        total = total + term
-    return total
+def _next(x: Any) -> Any:
+    """A value at the next query and the next key."""
+    if isinstance(x, tuple):
+        return tuple(map(_next, x))
+    if not axes_of(x) & _POSITION:
+        return x
+    if isinstance(x, Poly):
+        total = Poly({})
+        for m, c in x.terms.items():
+            term = Poly.of(c)
+            for a, power in m:
+                one = Poly.of(a) + 1 if a in _POSITION else Poly.of(_next(a))
+                for _ in range(power):
+                    term = term * one
+            total = total + term
+        return total
+    return type(x)(**{f.name: _next(getattr(x, f.name)) for f in fields(x) if f.init})
 
 
 class Distances(Materialiser):

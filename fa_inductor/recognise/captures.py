@@ -25,6 +25,11 @@ _POINTWISE_INPUTS = {*POINTWISE, aten.index.Tensor, aten.slice.Tensor, aten.sele
                      aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
 
 
+_FEW = 12
+_SIMPLE = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "cast"}
+"""Programs of so many nodes, all of these, are computed for each score rather than read."""
+
+
 @dataclass(frozen=True)
 class Arranged:
     """A capture that is a tensor of the graph with its dimensions put in the order b, h, q, k."""
@@ -109,22 +114,37 @@ class Captures:
         self.items.append(Arranged(sink.node, sink.dims, (self.block.heads,)))
         return len(self.items) - 1
 
+    def _program(self, tree: Any) -> Expr | None:
+        """A bias as a score program, with its captures; None where it is none."""
+        items, ints = list(self.items), list(self.ints)
+        try:
+            program = to_program(tree, self.mat, items, ints)
+        except Undecided:
+            return None
+        self._tried = items, ints
+        return self.in_score_dtype(program) if program.op == "load" else program
+
     def residual(self, tree: Any) -> Expr:
-        """What is added beside a mask: computed in the score program where it can be, else a tensor."""
+        """What is added beside a mask: computed in the score program where that is cheap, else a table by distance or a
+        tensor."""
         if not self.tensors:
-            relative = by_distance(self.ev, tree)
-            if relative is not None:
-                node = distances(self.mat, relative, self._score_dtype)
-                return ex.relative(self.raw(node).args[0])
-            items, ints = list(self.items), list(self.ints)
-            try:
-                program = to_program(tree, self.mat, items, ints)
-            except Undecided:
-                pass
-            else:
-                self.items, self.ints = items, ints
-                return self.in_score_dtype(program) if program.op == "load" else program
+            program = self._program(tree)
+            if program is not None and _cheap(program):
+                self.items, self.ints = self._tried
+                return program
+            table = by_distance(self.ev, tree)
+            if table is not None:
+                return ex.relative(self.raw(distances(self.mat, table, self._score_dtype)).args[0])
+            if program is not None:
+                self.items, self.ints = self._tried
+                return program
         return self.in_score_dtype(self.raw(self.mat.tree(tree, True)))
+
+
+def _cheap(program: Expr) -> bool:
+    """Whether to compute a bias costs no more than to read it from a table."""
+    nodes = list(program.walk())
+    return len(nodes) <= _FEW and all(e.op in _SIMPLE or e.op in ex.LEAVES for e in nodes)
 
 
 def only_inputs(node: Node) -> bool:

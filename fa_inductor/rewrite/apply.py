@@ -35,6 +35,7 @@ class Rewriter:
         self.graph = graph
         self._replaced: dict[Node, Node] = {}
         self._arranged: dict[Node, Arranged] = {}
+        self._rows: dict[Node, Node] = {}
         self._factor: Arranged | None = None
         self._unscaled: Node | None = None
         self._position = {n: i for i, n in enumerate(graph.nodes)}
@@ -89,6 +90,7 @@ class Rewriter:
                 inputs.captures[i] = made
             else:
                 inputs.captures[i] = self.now(c)
+            inputs.captures[i] = self._by_rows(em, inputs.captures[i])
         first: tuple[str, ...] = ("bshd", "bhsd")
         if any(u.op == "output" for u in block.out.users):
             first = ("bhsd", "bshd")
@@ -106,6 +108,22 @@ class Rewriter:
                 return out, lse, qkv
             trial.undo()
         raise AssertionError("a copy can always be placed")
+
+    def _by_rows(self, em: Emitter, capture: Node) -> Node:
+        """A capture over q and k with neighbouring keys side by side: one copy for all blocks, which the compiler makes where
+        it makes the tensor.  A learned table looked up by distance comes with its heads side by side."""
+        x = val(capture)
+        if x.dim() != 4 or any(isinstance(n, int) and n == 1 for n in x.shape[2:]) or not isinstance(x.stride(3), int):
+            return capture
+        if x.stride(3) == 1:
+            return capture
+        if capture not in self._rows:
+            copy = em.call(aten.clone.default, capture, memory_format=torch.contiguous_format)
+            self._rows[capture] = copy
+            self._journal.append(lambda: self._rows.pop(capture, None))
+            if capture in self._arranged:
+                self._arranged[copy] = self._arranged[capture]
+        return self._rows[capture]
 
     def backward(self, block: Block, record: Attention, inputs: Inputs, block_id: str, found: Backward,
                  out: Node, lse: Node, qkv: Sequence[Node]) -> None:
