@@ -418,7 +418,7 @@ def _run(
             elif isinstance(atom, KeyPadding):
                 source[0] = atom.capture
                 read[0] = _bytes(captures[atom.capture]).expand(batch, keys)
-                read[1] = torch.empty((batch, 2), dtype=torch.int32, device=device)
+                read[1] = torch.empty((batch, 3), dtype=torch.int32, device=device)
             elif isinstance(atom, Dense):
                 source[2] = atom.capture
                 read[2] = _bytes(captures[atom.capture]).expand(batch, heads, rows, keys)
@@ -431,7 +431,7 @@ def _run(
             source[5] = record.sink
             read[5] = captures[record.sink]
         if variant.empty == "mean":
-            read[6] = v.mean(2, dtype=torch.float32)
+            read[6] = torch.empty((batch, v.shape[1], dim_v), dtype=torch.float32, device=device)
         if variant.listed:
             each = variant.padding or variant.documents is not None or read[2].stride(0) != 0
             sizes = (batch if each else 1, heads if variant.dense and read[2].stride(1) != 0 else 1)
@@ -511,8 +511,8 @@ _OPTIONAL = 8 + MAX_CAPTURES
 """Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, tiles,
 captures."""
 _TICKETS = _OPTIONAL + MAX_INTS + 7
-_SCRATCH = (1, 7, _TICKETS, _TICKETS + 1, _TICKETS + 2)
-"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, tiles, tickets, parts and their
+_SCRATCH = (1, 6, 7, _TICKETS, _TICKETS + 1, _TICKETS + 2)
+"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, tickets, parts and their
 lse."""
 _ZEROS = [0] * MAX_INTS
 

@@ -138,10 +138,11 @@ class ForwardKernel(Prepare):
     ):
         """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; padding ``[B, Sk]``
         and dense ``[B, Hq, Sq, Sk]`` bytes, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
-        ``[B, Hkv, Dv]`` float32, c0 ... ``[B, Hq, Sq, Sk]`` or, by distance, ``[B, Hq, 1, Sq + Sk - 1 + 2 MARGIN]``; None where
+        ``[B, Hkv, Dv]`` float32 (scratch), c0 ... ``[B, Hq, Sq, Sk]`` or, by distance, ``[B, Hq, 1, Sq + Sk - 1 + 2 MARGIN]``; None where
         the variant does not use it.
 
-        tiles: scratch for `list_tiles`.  seen: ``[B, 2]`` int32, scratch for the first key of each batch entry that is not padding and one past the last.
+        tiles: scratch for `list_tiles`.  seen: ``[B, 3]`` int32, scratch for the first key of each batch entry that is not padding, one past
+        the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
         share the keys of an item.  tickets: ``[1]`` int32, scratch.
         parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq]``, float32: scratch for what each of them
@@ -170,6 +171,9 @@ class ForwardKernel(Prepare):
                 grid=[tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 1, 1], block=[SCAN, 1, 1], stream=stream)
         elif const_expr(tickets is not None and padding is None):
             self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+        if const_expr(vmean is not None):
+            self.mean_values(v, vmean, seen, q.shape[2], edges).launch(
+                grid=[vmean.shape[1], vmean.shape[0], 1], block=[SCAN, 1, 1], stream=stream)
         captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
         if const_expr(parts is not None):
             tma_o, mo = None, parts

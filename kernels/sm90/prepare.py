@@ -80,29 +80,73 @@ class Prepare:
 
     @cute.kernel
     def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):
-        """[first key that is not padding, one past the last) of each batch entry: tiles outside are not walked."""
+        """[first key that is not padding, one past the last) of each batch entry, and how many there are: tiles outside are
+        not walked."""
         smem = SmemAllocator()
-        part = smem.allocate_tensor(Int32, cute.make_layout((2, SCAN // 32)))
+        part = smem.allocate_tensor(Int32, cute.make_layout((3, SCAN // 32)))
         b, keys = cute.arch.block_idx()[0], padding.shape[1]
         tid = cute.arch.thread_idx()[0]
-        first, last = keys, Int32(0)
+        first, last, count = keys, Int32(0), Int32(0)
         for i in cutlass.range((keys + (SCAN - 1)) // SCAN, unroll=4):
             key = i * SCAN + tid
             if padding[b, cutlass.min(key, keys - 1)] != Uint8(0):
                 first = cutlass.min(first, key)
                 last = cutlass.max(last, cutlass.min(key + 1, keys))
+                count = count + select_(key < keys, Int32(1), Int32(0))
+        count = cute.arch.warp_redux_sync(count, "add")
         first, last = cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(last, "max")
         part[0, tid // 32] = first
         part[1, tid // 32] = last
+        part[2, tid // 32] = count
         cute.arch.sync_threads()
         if tid == 0:
+            count = Int32(0)
             for i in cutlass.range_constexpr(SCAN // 32):
+                count = count + part[2, i]
                 first = cutlass.min(first, part[0, i])
                 last = cutlass.max(last, part[1, i])
             seen[b, 0] = first
             seen[b, 1] = last
+            seen[b, 2] = count
             if b == 0:
                 tickets[0] = 0
+
+    @cute.kernel
+    def mean_values(self, v: cute.Tensor, vmean: cute.Tensor, seen: cute.Tensor | None, rows: Int32, edges: tuple):
+        """vmean ``[B, Hkv, Dv]`` float32: the mean of V over all keys, which a row without keys gives.  V is not read where
+        every row has a key; such a row then is NaN, as it is in eager code whose scores are all -inf."""
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((SCAN // 32, 256), stride=(256, 1)))
+        h, b, _ = cute.arch.block_idx()
+        tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        keys, dim = v.shape[2], vmean.shape[2]
+        band_lo, band_hi, _, _ = edges
+        first, last, empty = Int32(0), keys, Boolean(self.v.has_program or self.v.listed or self.v.chunk)
+        if const_expr(seen is not None):
+            first, last = seen[b, 0], seen[b, 1]
+            empty = empty | (first >= last)
+            if const_expr(self.v.band_lo):
+                empty = empty | (seen[b, 2] != last - first)
+        if const_expr(self.v.band_hi):
+            empty = empty | (band_hi < first)
+        if const_expr(self.v.band_lo):
+            empty = empty | (rows + band_lo > last)
+        if empty:
+            for c in cutlass.range_constexpr(8):
+                column = 32 * c + lane
+                total = Float32(0.0)
+                if column < dim:
+                    for i in cutlass.range((keys - tid // 32 + (SCAN // 32 - 1)) // (SCAN // 32), unroll=8):
+                        total = total + v[b, h, i * (SCAN // 32) + tid // 32, column].to(Float32)
+                sums[tid // 32, column] = total
+        cute.arch.sync_threads()
+        if tid < dim:
+            total = Float32(float("nan"))
+            if empty:
+                total = sums[0, tid]
+                for i in cutlass.range_constexpr(1, SCAN // 32):
+                    total = total + sums[i, tid]
+                total = total / Float32(keys)
+            vmean[b, h, tid] = total
 
     @cute.kernel
     def list_tiles(

@@ -44,7 +44,7 @@ class Compiled:
     main: Program
     before: dict[str, Program]
     """What runs first, by name, in this order: `seen_keys` looks for the keys that are no padding, `list_tiles` for the tiles
-    that a mask shows, `clear` clears the counter of work items."""
+    that a mask shows, `clear` clears the counter of work items, `mean_values` makes what a row without keys gives."""
     after: Program | None = None
     """`combine` puts together what several blocks found for one row."""
 
@@ -52,7 +52,7 @@ class Compiled:
     def from_text(text: str) -> Compiled:
         """From PTX, possibly one that was tampered with."""
         names = list(parse(text))
-        before = {kind: n for kind in ("seen_keys", "list_tiles", "clear") for n in names if f"_{kind}_" in n}
+        before = {kind: n for kind in ("seen_keys", "list_tiles", "clear", "mean_values") for n in names if f"_{kind}_" in n}
         after = [n for n in names if "_combine_" in n]
         (main,) = (n for n in names if n not in before.values() and n not in after)
         return Compiled(Program(text, main), {kind: Program(text, n) for kind, n in before.items()},
@@ -91,11 +91,6 @@ def on_device(x: torch.Tensor) -> torch.Tensor:
 class _Torch:
     """The torch that the front door sees: allocations on the emulated device come from host memory."""
 
-    class cuda:
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
@@ -130,21 +125,25 @@ class Launcher:
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
         *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, parts_lse, blocks = numbers
         memory = _Storage()
-        dense, doc_q, doc_k, _, _, tiles, *_ = optional
+        dense, doc_q, doc_k, _, vmean, tiles, *_ = optional
         documents = [memory.tensor(x) for x in (doc_q, doc_k) if x is not None]
         # Scratch is unknown until a kernel writes it.
         fresh = lambda x, unit: memory.tensor(x, (unit,), unknown=True)  # noqa: E731
         for kind, program in programs.before.items():
             if kind == "seen_keys":
-                grid, warps, params = seen.shape[0], 8, [memory.tensor(padding), fresh(seen, 1), fresh(tickets, 0)]
+                grid, words, params = seen.shape[0], 3 * 8, [memory.tensor(padding), fresh(seen, 1), fresh(tickets, 0)]
             elif kind == "list_tiles":
-                grid, warps = tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 32 * 8 // 2
+                grid, words = tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 32 * 8
                 params = [fresh(tiles, 3), *([] if seen is None else [fresh(seen, 1)]),
                           *([] if dense is None else [memory.tensor(dense)]), *documents,
                           fresh(tickets, 0), q.shape[2], k.shape[2], lo, hi, chunk, offset]
+            elif kind == "mean_values":
+                grid, words = (vmean.shape[1], vmean.shape[0], 1), 8 * 256
+                params = [memory.tensor(v, (3,)), fresh(vmean, 2), *([] if seen is None else [fresh(seen, 1)]), q.shape[2], lo, hi,
+                          chunk, offset]
             else:
-                grid, warps, params = 1, 0, [fresh(tickets, 0)]
-            _, stats = emulate(program, grid, params, seed=self.seed, limit=self.limit, shared_bytes=4 * 2 * warps)
+                grid, words, params = 1, 0, [fresh(tickets, 0)]
+            _, stats = emulate(program, grid, params, seed=self.seed, limit=self.limit, shared_bytes=4 * words)
             self.stats.append(stats)
         maps = []
         for x, box in zip((q, k, v, out), boxes(variant), strict=True):
@@ -226,6 +225,7 @@ def attention(
     """`api.attention` on host tensors: (out, lse) as plain tensors."""
     launcher = launcher or Launcher()
     with mock.patch.object(api, "torch", _Torch()), mock.patch.object(api, "_kernel", launcher.kernel), \
+            mock.patch.object(api.launch, "current_device", lambda: 0), mock.patch.object(api, "_keep", lambda *_: None), \
             mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.dict(api._plans, clear=True):
         got, lse = api.attention(*(on_device(x) for x in (q, k, v)), record, [on_device(x) for x in captures], ints,
                                  None if out is None else on_device(out))

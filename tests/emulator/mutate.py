@@ -40,7 +40,7 @@ class Text:
         """Register with the address of that struct."""
         for i, line in enumerate(self.lines):
             if ".entry" in line:
-                inside, main = True, not any(name in line for name in ("seen_keys", "list_tiles", "_clear_"))
+                inside, main = True, not any(name in line for name in ("seen_keys", "list_tiles", "mean_values", "_clear_"))
             assembly = assembly and "end inline asm" not in line or "begin inline asm" in line
             m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)\s+[1-9]", line)
             if m and not assembly:
