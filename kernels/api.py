@@ -164,8 +164,14 @@ def _capture(x: torch.Tensor, relative: bool) -> Capture:
         return Capture(name, "bhqk", True, relative=True)
     axes = "".join(a for a, n, s in zip("bhqk"[4 - x.dim():], x.shape, x.stride(), strict=True) if n > 1 and s)
     unit = axes.endswith("k") and x.stride(-1) == 1 and name in ("bool", *_FLOATS)
-    even = unit and name != "bool" and not any(s % 2 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
-    return Capture(name, axes, unit, even and x.shape[-1] % 2 == 0 and x.data_ptr() % (2 * x.element_size()) == 0)
+    rows = list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    size = x.element_size()
+
+    def groups(of: int) -> bool:
+        """Whether so many keys at a time are aligned and whole."""
+        return unit and x.shape[-1] % of == 0 and x.data_ptr() % (of * size) == 0 and not any(s % of for n, s in rows if n > 1)
+
+    return Capture(name, axes, unit, name != "bool" and groups(2), name in ("bfloat16", "float16") and groups(8))
 
 
 @lru_cache(maxsize=1024)
@@ -190,6 +196,11 @@ def variant_of(record: Attention, captures: Sequence[torch.Tensor] = ()) -> Forw
     if record.sink is not None:
         changes["sink"] = _name(captures[record.sink], _FLOATS)
     for atom in record.mask:
+        if isinstance(atom, Dense):
+            x = captures[atom.capture]
+            # Of a mask that is broadcast over keys there is one byte a row.
+            changes["dense_wide"] = x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.data_ptr() % 8 == 0 and not any(
+                s % 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
         if isinstance(atom, Documents):
             ids = (_name(captures[atom.q], _CAPTURES), _name(captures[atom.k], _CAPTURES))
             changes["documents"] = "int64" if "int64" in ids else "int32"
@@ -261,6 +272,12 @@ def variants() -> list[Forward]:
         *(Forward("bfloat16", d, dv, score=call("add", score, call("relative", 0)),
                   captures=(Capture("float32", "bhqk", True, relative=True),), empty="nan")
           for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
+        *(Forward("bfloat16", d, dv, score=bias, captures=(Capture("bfloat16", "hqk", True, True, True),), empty="nan")
+          for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
+        *(Forward("bfloat16", d, d, dense=True, dense_wide=True, empty="zero") for d in (64, 96, 128, 256)),
+        *(Forward("bfloat16", d, d, dense=True, dense_wide=True, padding=True, band_hi=True, empty="zero") for d in (64, 128, 256)),
+        *(Forward("bfloat16", d, d, dense=True, dense_wide=True, score=bias, captures=(Capture("bfloat16", "hqk", True, True, True),),
+                  empty="nan") for d in (64, 128, 256)),
         *(Forward("bfloat16", d, dv, score=bias, captures=(Capture("float32", "hqk", True, True),), empty="nan")
           for d, dv in ((96, 96), (128, 128), (192, 128), (256, 256))),
         *(Forward("bfloat16", d, d, score=bias, captures=(Capture("bfloat16", unit=True, pairs=True),), padding=True, empty="nan")
@@ -421,7 +438,7 @@ def _run(
                 read[1] = torch.empty((batch, 3), dtype=torch.int32, device=device)
             elif isinstance(atom, Dense):
                 source[2] = atom.capture
-                read[2] = _bytes(captures[atom.capture]).expand(batch, heads, rows, keys)
+                read[2] = _even(_bytes(captures[atom.capture]).expand(batch, heads, rows, keys))
             elif isinstance(atom, Documents):
                 source[3], source[4] = atom.q, atom.k
                 ids = torch.int64 if variant.documents == "int64" else torch.int32

@@ -46,7 +46,7 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
     qkvo = [_tensor(v.dtype, 4, True, 16) for _ in range(4)]
     parts = [_tensor("float32", 4, True, 16), _tensor("float32", 3, True, 4)] if v.split else [None, None]
     captures: list[Any] = [
-        _tensor(x.dtype, 4, x.unit, itemsize(x.dtype) * (2 if x.pairs else 1)) for x in v.captures]
+        _tensor(x.dtype, 4, x.unit, itemsize(x.dtype) * (8 if x.wide else 2 if x.pairs else 1)) for x in v.captures]
     captures += [None] * (MAX_CAPTURES - len(captures))
     doc = v.documents
     args = [
@@ -54,7 +54,7 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
         _tensor("float32", 3, True, 4),
         _tensor("uint8", 2, False, 1) if v.padding else None,
         _tensor("int32", 2, True, 4) if v.padding else None,
-        _tensor("uint8", 4, False, 1) if v.dense else None,
+        _tensor("uint8", 4, v.dense_wide, 8 if v.dense_wide else 1) if v.dense else None,
         _tensor(doc, 2, False, itemsize(doc)) if doc else None,
         _tensor(doc, 2, False, itemsize(doc)) if doc else None,
         _tensor(v.sink, 1, False, itemsize(v.sink)) if v.sink else None,

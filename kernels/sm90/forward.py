@@ -211,6 +211,9 @@ class ForwardKernel(Prepare):
             step = rest // width
             m = m_blocks - 1 - step
             bh = first * section + (rest - step * width)
+        if self.v.batch_inner:
+            h = bh // batch
+            return m, h, bh - h * batch
         b = bh // heads
         return m, bh - b * heads, b
 
@@ -725,7 +728,9 @@ class ForwardKernel(Prepare):
             _scale(s, scale, scale)
         if const_expr(v.listed):
             if not_(full):
-                if const_expr(v.dense):
+                if const_expr(v.dense_wide):
+                    self.mask_bits(s, dense, b, h, row0, key0, rows, keys)
+                elif const_expr(v.dense):
                     self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
                 if const_expr(v.documents is not None):
                     self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
@@ -837,6 +842,27 @@ class ForwardKernel(Prepare):
                     for r in cutlass.range_constexpr(2):
                         i = 4 * j + 2 * r + e
                         s[i] = select_(hidden, Float32(NEG_INF), s[i])
+
+    def mask_bits(self, s, dense, b, h, row0, key0, rows, keys):
+        """`mask_dense` where 8 keys are always inside or always outside: the four lanes of a row load 8 bytes each for 32 keys
+        and put their bits together."""
+        lane = cute.arch.lane_idx() % 4
+        for r in range(2):
+            for chunk in range((self.t.keys + 31) // 32):
+                first = cutlass.min(key0 + (32 * chunk + 8 * lane), keys - 8)
+                start = cute.domain_offset((b, h, cutlass.min(row0 + 8 * r, rows - 1), first), dense).iterator
+                low, high = cute.arch.inline_ptx("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32, Int32],
+                                                 read_only_args=[start])
+                # A bool is 0 or 1: the lowest bits of four bytes, moved to bits 24 to 27.
+                bits = ((low * 0x01020408) >> 24) & 15 | ((high * 0x01020408) >> 20) & 240
+                bits = bits << (8 * lane)
+                for step in (1, 2):
+                    bits = bits | cute.arch.shuffle_sync_bfly(bits, step)
+                bits = bits >> (2 * lane)
+                for j in range(min(4, self.t.keys // 8 - 4 * chunk)):
+                    for e in range(2):
+                        i = 4 * (4 * chunk + j) + 2 * r + e
+                        s[i] = select_((bits & (1 << (8 * j + e))) == 0, Float32(NEG_INF), s[i])
 
     def mask_dense(self, s, dense, b, h, row0, col0, rows, keys):
         for r in range(2):

@@ -86,6 +86,9 @@ class Capture:
     """Neighbouring keys are neighbours in memory: one address a row, constant offsets from it."""
     pairs: bool = False
     """Pairs of keys are aligned and none is cut by the end of the keys: two a load."""
+    wide: bool = False
+    """Eight keys at a time are aligned in 16 bytes and none is cut by the end of the keys: the lanes that share a row load so
+    and exchange."""
     relative: bool = False
     """A table by distance, read at ``k - q + Sq - 1``; it is `unit`."""
 
@@ -104,6 +107,8 @@ class Forward:
     documents: str | None = None
     """dtype of the ids."""
     dense: bool = False
+    dense_wide: bool = False
+    """Eight keys at a time of the mask tensor are aligned in 8 bytes, and none is cut by the end of the keys."""
     chunk: bool = False
     score: Expr | None = None
     """Score program, None for the score itself.  Its loads and syms, and those of `predicates`, index `captures` and
@@ -148,9 +153,14 @@ class Forward:
         return self.score is not None or bool(self.predicates)
 
     @property
+    def batch_inner(self) -> bool:
+        """Batch entries of one head follow each other: they read the same tensor over q and k."""
+        return any({"q", "k"} <= set(c.axes) and "b" not in c.axes and not c.relative for c in self.captures)
+
+    @property
     def reads_ahead(self) -> bool:
         """Captures are read from one address a row where the tile is whole."""
-        return any("k" in c.axes and c.unit and not c.relative for c in self.captures)
+        return any("k" in c.axes and c.unit and not (c.relative or c.wide) for c in self.captures)
 
     @property
     def premultiply(self) -> bool:
@@ -181,7 +191,7 @@ class Forward:
         if self.dim_v != self.dim:
             words.append(f"dv{self.dim_v}")
         words += [w for w, on in (("lo", self.band_lo), ("hi", self.band_hi), ("pad", self.padding),
-                                  ("doc", bool(self.documents)), ("dense", self.dense),
+                                  ("doc", bool(self.documents)), ("dense", self.dense and not self.dense_wide), ("mask", self.dense_wide),
                                   ("chunk", self.chunk), ("anyscale", not self.positive_scale)) if on]
         if self.score is not None or self.predicates:
             text = repr((self.score, self.predicates, self.captures)).encode()

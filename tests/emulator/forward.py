@@ -135,7 +135,7 @@ class Launcher:
             elif kind == "list_tiles":
                 grid, words = tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 32 * 8
                 params = [fresh(tiles, 3), *([] if seen is None else [fresh(seen, 1)]),
-                          *([] if dense is None else [memory.tensor(dense)]), *documents,
+                          *([] if dense is None else [memory.tensor(dense, (3,) if variant.dense_wide else ())]), *documents,
                           fresh(tickets, 0), q.shape[2], k.shape[2], lo, hi, chunk, offset]
             elif kind == "mean_values":
                 grid, words = (vmean.shape[1], vmean.shape[0], 1), 8 * 256
@@ -152,7 +152,7 @@ class Launcher:
         if parts is not None:
             maps.append(fresh(parts, 3))
         # dense, doc_q, doc_k, sink, vmean, tiles, captures: whose last stride is 1 at compile time.
-        unit = [False, False, False, False, True, True, *(c.unit for c in variant.captures)]
+        unit = [variant.dense_wide, False, False, False, True, True, *(c.unit for c in variant.captures)]
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else (), unknown=x is tiles)
                    for x, u in zip(optional, unit, strict=False) if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]

@@ -135,4 +135,11 @@ def all_cases(quick: bool = False) -> list[Case]:
         add("relative", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=rows if n % 3 == 0 else keys, dims=DIMS[n % 5],
             score="relative", heads=rnd.choice(GROUPS), hi=rnd.choice([None, max(0, keys - rows)]),
             padding="right" if n % 4 == 1 else "", empty="zero" if n % 4 == 1 else "never")
+    for n in range(6 if quick else 40):  # eight keys at a time are read, whole tiles or not
+        rows, keys = rnd.choice(LENGTHS[3:26]), rnd.choice([8, 16, 40, 72, 104, 200, 328, 512, 1000, 1032, 2040])
+        kind: dict[str, Any] = {"bias": rnd.choice(["bhqk", "hqk", "qk"]), "bias_dtype": ["bfloat16", "float16"][n // 2 % 2]}
+        if n % 2:
+            kind = {"dense": rnd.choice(["bhqk", "bqk", "qk"]), "dense_form": rnd.choice(["", "blocks"]), "empty": "zero"}
+        add("eight keys", dtype=rnd.choice(["bfloat16", "float16"]), rows=rows, keys=keys, dims=DIMS[n % 5], heads=rnd.choice(GROUPS),
+            hi=rnd.choice([None, max(0, keys - rows)]), padding="right" if n % 8 > 5 else "", **{"empty": "zero", **kind})
     return found
