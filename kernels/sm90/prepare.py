@@ -224,6 +224,21 @@ class Prepare:
         """Whether the mask lets some row see some key of a tile, and every row every key; by one warp."""
         lane = cute.arch.lane_idx()
         some, hidden = Int32(0), Int32(0)
+        if const_expr(self.v.dense_wide):
+            pieces = self.t.keys // 8
+            per = 32 // pieces
+            piece = lane % pieces
+            for turn in cutlass.range((here + (per - 1)) // per, unroll=4):
+                r = turn * per + lane // pieces
+                first = key0 + 8 * piece
+                start = cute.domain_offset(
+                    (b, h, row0 + cutlass.min(r, here - 1), cutlass.min(first, keys - 8)), dense).iterator
+                low, high = cute.arch.inline_ptx("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32, Int32],
+                                                 read_only_args=[start])
+                inside = (first < keys) & (lane < per * pieces) & (r < here)
+                some = some | select_(inside, low | high, Int32(0))
+                hidden = hidden | select_(inside, (low & high) ^ 0x01010101, Int32(0))
+            here = Int32(0)
         for r in cutlass.range(here, unroll=4):
             line = dense[b, h, row0 + r, None]
             for c in cutlass.range_constexpr((self.t.keys + 31) // 32):
