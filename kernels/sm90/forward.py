@@ -565,13 +565,14 @@ class ForwardKernel(Prepare):
                 self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
             q_phase ^= 1
 
+            n, full = self._tile(tiles, m, h, b, Int32(0), last)
+            ahead = self.read_ahead(captures, n, row0, column, h, b, rows, keys)
             warpgroup.wait_group(0)
             if const_expr(t.own_o):
                 if last - first == 1:
                     _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
-            n, full = self._tile(tiles, m, h, b, Int32(0), last)
             self.scores(s0, shared, k_stage, k_phase, n, full, m, w, row0, column, h, b, rows, keys, dense,
-                        doc_q, doc_k, captures, ints, scale, edges)
+                        doc_q, doc_k, captures, ahead, ints, scale, edges)
             _arrive(shared.k_empty.data_ptr() + k_stage)
             k_stage, k_phase = self._advance(k_stage, k_phase)
             self.maxima(s0, row_max, scale_log2)
@@ -596,6 +597,7 @@ class ForwardKernel(Prepare):
                 if const_expr(t.ping_pong):
                     peer = select_(w + 1 == nwg, Int32(0), w + 1)
                     cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
+                ahead = self.read_ahead(captures, n, row0, column, h, b, rows, keys)
                 warpgroup.wait_group(1)
                 if const_expr(t.own_o):
                     if i == last - first - 2:
@@ -603,7 +605,7 @@ class ForwardKernel(Prepare):
                 if const_expr(not v.padding):
                     _arrive(shared.k_empty.data_ptr() + k_stage)
                 self.scores(s, shared, k_stage, k_phase, n, full, m, w, row0, column, h, b, rows, keys,
-                            dense, doc_q, doc_k, captures, ints, scale, edges)
+                            dense, doc_q, doc_k, captures, ahead, ints, scale, edges)
                 if const_expr(v.padding):  # the key bits live as long as their K tile
                     _arrive(shared.k_empty.data_ptr() + k_stage)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
@@ -708,7 +710,7 @@ class ForwardKernel(Prepare):
 
     @cute.jit
     def scores(self, s, shared, stage, phase, n, full, m, w, row0, column, h, b, rows, keys, dense, doc_q, doc_k, captures,
-               ints, scale, edges):
+               ahead, ints, scale, edges):
         """Turn S into scores in place: score program, then -inf where a mask is false.
 
         Bands, chunks, the end of the keys and padding cost nothing on tiles that this warpgroup sees as a whole.
@@ -719,11 +721,11 @@ class ForwardKernel(Prepare):
         if const_expr(v.has_program):
             where = (b, h, row0, key0 + column, rows, keys)
             if const_expr(not v.reads_ahead):
-                self.program_of(s, captures, ints, scale, where, False)
+                self.program_of(s, captures, ahead, ints, scale, where, False)
             elif cute.arch.vote_all_sync(key0 + t.keys <= keys):
-                self.program_of(s, captures, ints, scale, where, True)
+                self.program_of(s, captures, ahead, ints, scale, where, True)
             else:
-                self.program(s, captures, ints, scale, where, False, False)
+                self.program(s, captures, ahead, ints, scale, where, False, False)
         elif const_expr(v.premultiply):
             _scale(s, scale, scale)
         if const_expr(v.listed):
@@ -752,14 +754,26 @@ class ForwardKernel(Prepare):
     # The readers of captures clamp their indices.  Scores beyond the keys are masked afterwards, rows beyond Sq are not stored.
 
     @cute.jit
-    def program_of(self, s, captures, ints, scale, where, whole: cutlass.Constexpr):
+    def program_of(self, s, captures, ahead, ints, scale, where, whole: cutlass.Constexpr):
         """The score program, by the polynomial for tanh where it will do."""
         if const_expr(self.v.score is None or tanh_reach(self.v.score) == 0.0):
-            self.program(s, captures, ints, scale, where, False, whole)
+            self.program(s, captures, ahead, ints, scale, where, False, whole)
         elif cute.arch.vote_all_sync(self.small(s, scale)):
-            self.program(s, captures, ints, scale, where, True, whole)
+            self.program(s, captures, ahead, ints, scale, where, True, whole)
         else:
-            self.program(s, captures, ints, scale, where, False, whole)
+            self.program(s, captures, ahead, ints, scale, where, False, whole)
+
+    def read_ahead(self, captures, n, row0, column, h, b, rows, keys):
+        """Loads of captures that take long, issued while the product runs; a flat list, for `unpacked`."""
+        if not any(c.wide for c in self.v.captures):
+            return ()
+        emit = Emitter(self.v.captures, captures, (), b, h, n * self.t.keys + column, keys, row0)
+        found = emit.read_ahead([cutlass.min(row0 + 8 * r, rows - 1) for r in range(2)], self.t.keys)
+        self.ahead = list(found)
+        return tuple(x for words in found.values() for x in words)
+
+    def unpacked(self, ahead):
+        return {key: ahead[4 * i : 4 * i + 4] for i, key in enumerate(self.ahead)} if ahead else {}
 
     def small(self, s, scale):
         """Whether no argument of a tanh in a tile is above `TANH_SMALL`, by the squares of 8 of them at a time."""
@@ -773,10 +787,10 @@ class ForwardKernel(Prepare):
         x = scale * tanh_reach(self.v.score)
         return top * (x * x) <= TANH_SMALL**2
 
-    def program(self, s, captures, ints, scale, where, small, whole):
+    def program(self, s, captures, ahead, ints, scale, where, small, whole):
         v = self.v
         b, h, row0, col0, rows, keys = where
-        emit = Emitter(v.captures, captures, ints, b, h, col0, keys, row0, scale, small, whole)
+        emit = Emitter(v.captures, captures, ints, b, h, col0, keys, row0, scale, small, whole, self.unpacked(ahead))
         # scale * QK^T + f(everything else) is one fma
         plain = v.score is not None and v.score.op == "add" and SCORE in v.score.args
         other = None

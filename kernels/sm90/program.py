@@ -31,11 +31,11 @@ class Emitter:
 
     def __init__(self, captures: Sequence[Capture], tensors: Sequence[Any], ints: Sequence[Any], b: Any, h: Any,
                  col0: Any, keys: Any, row0: Any, scale: Any = 1.0, small: bool = False,
-                 whole: bool = False):
+                 whole: bool = False, ahead: dict[Any, list[Any]] | None = None):
         """``row0`` is the query of row 0, also where it is beyond Sq; row 1 is 8 rows below.  ``whole``: the tile has no
         column beyond the keys, so none is clamped.  ``scale`` makes scores of what is given as such; ``small``: the arguments of tanh are at most `TANH_SMALL`."""
         self.captures, self.tensors, self.ints, self.b, self.h = captures, tensors, ints, b, h
-        self.scale, self.small, self.whole = scale, small, whole
+        self.scale, self.small, self.whole, self.ahead = scale, small, whole, ahead or {}
         self.col0, self.keys, self.row0 = col0, keys, row0
         self._memo: dict[Any, Any] = {}
         self._axes: dict[Expr, frozenset[str]] = {}
@@ -106,9 +106,10 @@ class Emitter:
             self._memo[key] = cute.domain_offset((self.b, self.h, row[1], self.col0), tensor).iterator
         start, c, size = self._memo[key], column[0], tensor.element_type.width // 8
         if capture.wide:
-            chunk = (*key, "chunk", c // 32)
+            chunk = ("chunk", n, row[0] if "q" in capture.axes else None, c // 32)
             if chunk not in self._memo:
-                self._memo[chunk] = self._wide(tensor, row[1], c // 32)
+                words = self.ahead.get(chunk) or self._wide(tensor, row[1], c // 32)
+                self._memo[chunk] = transpose(list(words), cute.arch.lane_idx() % 4)
             word = self._memo[chunk][c % 32 // 8]
             return _decode(word >> 16 if c % 2 else word, capture.dtype)
         if not capture.pairs:
@@ -127,14 +128,25 @@ class Emitter:
         return _decode(self._memo[pair][c % 2], capture.dtype)
 
     def _wide(self, tensor: Any, q: Any, chunk: int) -> list[Any]:
-        """The pairs of this thread in 32 keys of a row, one for each 8 keys.  Its four lanes load 8 keys each, which takes the
-        load unit a quarter of the time that pairs take, and transpose.  Eight keys are inside or outside together."""
+        """Eight of 32 keys of a row, four pairs; the four lanes of the row then exchange (`transpose`), so that each has its own
+        pair of each 8.  The load unit takes a quarter of the time that pairs take.  Eight keys are inside or outside
+        together."""
         lane = cute.arch.lane_idx() % 4
         first = cutlass.min(self.col0 - 2 * lane + (32 * chunk + 8 * lane), self.keys - 8)
         start = cute.domain_offset((self.b, self.h, q, first), tensor).iterator
         words = cute.arch.inline_ptx("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4,
                                      read_only_args=[start])
-        return transpose(list(words), lane)
+        return list(words)
+
+    def read_ahead(self, q: Sequence[Any], keys: int) -> dict[Any, list[Any]]:
+        """What the programs will read of wide captures for queries `q` and so many keys, as `ahead` of the Emitter that runs
+        them once the scores are there."""
+        found = {}
+        for n, capture in enumerate(self.captures):
+            for r in range(2 if capture.wide and "q" in capture.axes else int(capture.wide)):
+                for c in range((keys + 31) // 32):
+                    found["chunk", n, r if "q" in capture.axes else None, c] = self._wide(self.tensors[n], q[r], c)
+        return found
 
     def _by_distance(self, n: int, row: Any, column: Any) -> Any:
         """The table at k - q.  A thread's second row is 8 below its first and finds there what was read 8 columns before."""
