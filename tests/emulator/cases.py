@@ -315,5 +315,9 @@ CASES: dict[str, Case] = _numbered([
     Case("one row alibi", rows=1, keys=200, heads=(4, 2), score="alibi"),
     Case("one row logit", rows=1, keys=1300, heads=(4, 2), sink="float32"),
     Case("softcap high", rows=200, keys=250, score="softcap high", hi=60),
+    Case("eight keys bias", rows=100, keys=248, bias="hqk", heads=(2, 1), batch=2),
+    Case("eight keys bias d128", rows=70, keys=280, bias="bqk", bias_dtype="float16", dims=(128, 128), hi=215, batch=2, sms=1),
+    Case("eight keys mask", rows=200, keys=264, dense="bqk", dense_form="blocks", heads=(2, 1), batch=2, empty="zero", sms=2),
+    Case("mean of a window", rows=90, keys=200, lo=-40, hi=10, padding="right", empty="mean", batch=2),
 ])
 CI = list(CASES)[:12]
