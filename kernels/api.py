@@ -443,7 +443,8 @@ def _run(
                 source[3], source[4] = atom.q, atom.k
                 ids = torch.int64 if variant.documents == "int64" else torch.int32
                 read[3] = captures[atom.q].to(ids).expand(batch, rows)
-                read[4] = captures[atom.k].to(ids).expand(batch, keys)
+                theirs = captures[atom.k].to(ids)
+                read[4] = (theirs if theirs.stride(-1) == 1 else theirs.contiguous()).expand(batch, keys)
         if record.sink is not None:
             source[5] = record.sink
             read[5] = captures[record.sink]

@@ -56,7 +56,7 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
         _tensor("int32", 2, True, 4) if v.padding else None,
         _tensor("uint8", 4, v.dense_wide, 8 if v.dense_wide else 1) if v.dense else None,
         _tensor(doc, 2, False, itemsize(doc)) if doc else None,
-        _tensor(doc, 2, False, itemsize(doc)) if doc else None,
+        _tensor(doc, 2, True, itemsize(doc)) if doc else None,
         _tensor(v.sink, 1, False, itemsize(v.sink)) if v.sink else None,
         _tensor("float32", 3, True, 4) if v.empty == "mean" else None,
         _tensor("int32", 4, True, 4) if v.listed else None,

@@ -34,7 +34,7 @@ from cutlass.utils import SmemAllocator
 
 from ..expr import SCORE
 from .prepare import COMBINE, SCAN, Prepare
-from .program import TANH_SMALL, Emitter, as_bool, as_float, tanh_reach
+from .program import TANH_SMALL, Emitter, as_bool, as_float, load, tanh_reach
 from .variant import Forward
 
 LOG2E = math.log2(math.e)
@@ -735,7 +735,10 @@ class ForwardKernel(Prepare):
                 elif const_expr(v.dense):
                     self.mask_dense(s, dense, b, h, row0, key0 + column, rows, keys)
                 if const_expr(v.documents is not None):
-                    self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys)
+                    if cute.arch.vote_all_sync(key0 + t.keys <= keys):
+                        self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys, True)
+                    else:
+                        self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys, False)
 
         w_row = m * t.rows + 64 * w
         partial = (key0 + t.keys) > keys
@@ -887,11 +890,17 @@ class ForwardKernel(Prepare):
                     seen = line[cutlass.min(col0 + (8 * j + e), keys - 1)] != Uint8(0)
                     s[i] = select_(seen, s[i], Float32(NEG_INF))
 
-    def mask_documents(self, s, doc_q, doc_k, b, row0, col0, rows, keys):
+    def mask_documents(self, s, doc_q, doc_k, b, row0, col0, rows, keys, whole):
+        start, kind = None, Int64 if self.v.documents == "int64" else Int32
+        if whole:  # one address for all
+            start = cute.domain_offset((b, col0), doc_k).iterator
         mine = [doc_q[b, cutlass.min(row0 + 8 * r, rows - 1)] for r in range(2)]
         for j in range(self.t.keys // 8):
             for e in range(2):
-                theirs = doc_k[b, cutlass.min(col0 + (8 * j + e), keys - 1)]
+                if whole:
+                    theirs = load(kind, f"b{kind.width}", start, (8 * j + e) * kind.width // 8)
+                else:
+                    theirs = doc_k[b, cutlass.min(col0 + (8 * j + e), keys - 1)]
                 for r in range(2):
                     i = 4 * j + 2 * r + e
                     s[i] = select_(theirs == mine[r], s[i], Float32(NEG_INF))

@@ -113,7 +113,7 @@ class Emitter:
             word = self._memo[chunk][c % 32 // 8]
             return _decode(word >> 16 if c % 2 else word, capture.dtype)
         if not capture.pairs:
-            x = _ld(_WORDS[size], f"b{8 * size}", start, c * size)
+            x = load(_WORDS[size], f"b{8 * size}", start, c * size)
             return _decode(x, capture.dtype)
         pair = (*key, c // 2)
         if pair not in self._memo:
@@ -123,7 +123,7 @@ class Emitter:
                     f"ld.global.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {even * size}];", write_only_types=[Int32, Int32],
                     read_only_args=[start])
             else:
-                word = _ld(Int32, "b32", start, even * size)
+                word = load(Int32, "b32", start, even * size)
                 self._memo[pair] = (word, word >> 16)
         return _decode(self._memo[pair][c % 2], capture.dtype)
 
@@ -157,7 +157,7 @@ class Emitter:
             self._memo["table", n] = cute.domain_offset((self.b, self.h, 0, first), table).iterator
         d = column[0] - 8 * row[0]
         if ("table", n, d) not in self._memo:  # queries and keys beyond the last ones read the margins
-            x = _ld(_WORDS[size], f"b{8 * size}", self._memo["table", n], d * size)
+            x = load(_WORDS[size], f"b{8 * size}", self._memo["table", n], d * size)
             self._memo["table", n, d] = _decode(x, capture.dtype)
         return self._memo["table", n, d]
 
@@ -235,7 +235,7 @@ def tanh_reach(e: Expr) -> float:
 _WORDS = {1: Int32, 2: Int32, 4: Int32, 8: Int64}
 
 
-def _ld(kind: Any, suffix: str, start: Any, offset: int) -> Any:
+def load(kind: Any, suffix: str, start: Any, offset: int) -> Any:
     """Load from a constant distance.  Without a predicate: what it would have been before has to be kept for that, in a
     register for each load of a tile, and they spill."""
     suffix = {"b8": "u8", "b16": "u16"}.get(suffix, suffix)

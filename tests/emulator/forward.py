@@ -126,7 +126,7 @@ class Launcher:
         *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, parts_lse, blocks = numbers
         memory = _Storage()
         dense, doc_q, doc_k, _, vmean, tiles, *_ = optional
-        documents = [memory.tensor(x) for x in (doc_q, doc_k) if x is not None]
+        documents = [memory.tensor(x, unit) for x, unit in ((doc_q, ()), (doc_k, (1,))) if x is not None]
         # Scratch is unknown until a kernel writes it.
         fresh = lambda x, unit: memory.tensor(x, (unit,), unknown=True)  # noqa: E731
         for kind, program in programs.before.items():
@@ -152,7 +152,7 @@ class Launcher:
         if parts is not None:
             maps.append(fresh(parts, 3))
         # dense, doc_q, doc_k, sink, vmean, tiles, captures: whose last stride is 1 at compile time.
-        unit = [variant.dense_wide, False, False, False, True, True, *(c.unit for c in variant.captures)]
+        unit = [variant.dense_wide, False, True, False, True, True, *(c.unit for c in variant.captures)]
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else (), unknown=x is tiles)
                    for x, u in zip(optional, unit, strict=False) if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
