@@ -97,6 +97,18 @@ def forward_checks(load: Load) -> str:
             + sanitizer(load("compute_sanitizer_h200.json")))
 
 
+def host(load: Load) -> str:
+    """What a call costs the processor."""
+    name = "host_h200.json"
+    data = load(name)
+    if data is None:
+        return f"Host time of a call: {NOT_MEASURED}."
+    parts = [f"{case} {c['call_in_a_graph']:.0f} µs, of which the kernel's launch {c['steps']['direct.launch']:.0f}"
+             for case, c in data["cases"].items()]
+    return ("Host time that one more rewritten attention adds to a compiled graph: " + "; ".join(parts)
+            + f".  The aim is 8.  {source(data, name)}" + ("  " + data["note"] if "note" in data else ""))
+
+
 def sanitizer(data: Any) -> str:
     if data is None:
         return ""
@@ -323,6 +335,7 @@ def zoo(load: Load) -> str:
 
 TABLES: dict[str, Callable[[Load], str]] = {
     "llama": llama, "models-speed": models_speed, "models": models, "forward-speed": forward_speed, "features-speed": features_speed, "forward-checks": forward_checks,
+    "host": host,
     "backward-checks": backward_checks, "cpu-rule": cpu_rule, "compile-time": compile_time,
     "zoo": zoo, "emulator": emulator,
 }
