@@ -55,6 +55,16 @@ def variants(block: Block) -> Iterable[Variant]:
     yield ("raw", None, None)
 
 
+def clamps(region: Region) -> dict[Node, Node]:
+    """Upper bound -> lower bound, where one clamps what the other gives: `clamp` and `hardtanh` are decomposed so.
+
+    The two differ in their derivative, where the score is a bound exactly: `clamp` lets it pass, `hardtanh` does not.
+    """
+    inside = set(region.nodes)
+    return {n: n.args[0] for n in region.nodes if target(n) is aten.clamp_max.default
+            and target(n.args[0]) is aten.clamp_min.default and n.args[0] in inside}  # type: ignore[misc]
+
+
 def structure(region: Region, variant: Variant) -> Hashable:
     """Equal for regions that trace to the same graph: one trace serves all layers of a model."""
     local = {n: f"i{j}" for j, n in enumerate(region.inputs)}
@@ -118,9 +128,14 @@ def _entered(mode: Any, like: torch.Tensor) -> Iterator[None]:
         mode.cache_enabled = cached
 
 
-def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None
-            ) -> Callable[[list[Any]], torch.Tensor]:
+def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None,
+           clamp: Any = None) -> Callable[[list[Any]], torch.Tensor]:
+    """
+    Args:
+        clamp: the operator that takes the place of each pair of bounds (`clamps`); None leaves them apart.
+    """
     kind, x, result = variant
+    pairs = clamps(region) if clamp is not None else {}
 
     def run(inputs: list[Any]) -> torch.Tensor:
         env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
@@ -150,6 +165,9 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
                     env[n] = aten._safe_softmax.default(env[x], softmax.dim)
                 else:
                     env[n] = aten._softmax.default(env[x], softmax.dim, False)
+            elif n in pairs:
+                low = pairs[n]
+                env[n] = clamp(get(low.args[0]), low.args[1], n.args[1])
             elif n.target in CASTS:
                 env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
             else:
