@@ -134,9 +134,8 @@ def test_gradient_at_the_bounds(clamped: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("clamped", [two_bounds, hardtanh, relu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("dtype", "dynamic"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("clamped", [two_bounds, lower_bound, upper_bound, hardtanh, relu], ids=lambda f: f.__name__)
 def test_clamped_beside_a_trained_bias(clamped: Callable[[Tensor], Tensor], dtype: torch.dtype, dynamic: bool) -> None:
     def form(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         s = clamped(q @ k.mT * 0.3 + bias) + 0.5 * torch.arange(k.shape[2]).to(q.dtype) / k.shape[2]

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ..reasons import Code, Refusal
 from .axes import product, shape_of
 from .block import Block
-from .derivative import Region, Variant, chain_of, clamps, runner, structure, trace, variants
+from .derivative import Region, Variant, chain_of, clampings, find_clamps, runner, structure, trace, variants
 from .nodes import CASTS, VIEWS, aten, is_tensor, target, val
 from .numbering import Numbering
 from .operands import Operand
@@ -124,12 +124,10 @@ def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backwa
     """
     region = region_of(block, joint.position, biases=biases)
     best: Backward | None = None
-    pairs = clamps(region)
-    forms = ((aten.clamp.default, aten.hardtanh.default, None) if pairs else (None,))
-    for clamp, variant in itertools.product(forms, variants(block)):
-        key = structure(region, variant), clamp
+    for clamping, variant in itertools.product(clampings(region), variants(block)):
+        key = structure(region, variant), clamping
         if key not in joint.traced:
-            run = runner(region, variant, chain_of(block).softmax, block.lse, clamp)
+            run = runner(region, variant, chain_of(block).softmax, block.lse, clamping)
             joint.traced[key] = trace(region, run, 3 + region.biases)
         traced = joint.traced[key]
         if traced is None:
@@ -137,7 +135,9 @@ def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backwa
         found = _match(traced, region, joint)
         if found is not None and (best is None or len(found.grads) > len(best.grads)):
             best = found
-            best.strict = frozenset((*pairs, *pairs.values())) if clamp is aten.hardtanh.default else frozenset()
+            if clamping is not None and clamping[0] is aten.hardtanh.default:
+                both = [c for c in find_clamps(region, clamping[1]) if c.low is not None and c.high is not None]
+                best.strict = frozenset(n for c in both for n in (c.low, c.high) if n is not None)
             if len(found.grads) == 3 or found.grads.keys() & {"q", "k"}:
                 break  # these two come through the softmax: this is its form, what is missing the graph does not need
     if best is None:
