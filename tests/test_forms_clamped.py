@@ -134,6 +134,30 @@ def test_gradient_at_the_bounds(clamped: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("clamped", [two_bounds, relu, hardtanh, maximum], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("at", [0, 1], ids=["q", "k"])
+def test_nan_stays_where_it_is(clamped: Callable[[Tensor], Tensor], at: int) -> None:
+    """In outputs and gradients, as in the same graph without the rewrite (eager hardtanh on a CPU stops a NaN)."""
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(clamped(q @ k.mT), -1) @ v
+
+    xs = [whole(2, 4, 8, 4), whole(2, 4, 8, 4), whole(2, 4, 8, 4)]
+    with torch.no_grad():
+        xs[at][0, 1, 3, 2] = torch.nan
+    tangent = torch.randn(2, 4, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def results(fn: Callable[..., Tensor]) -> list[Tensor]:
+        out = fn(*xs)
+        return [out, *torch.autograd.grad(out, xs, tangent)]
+
+    with compiling(validate=False):
+        got = results(Compiled(form).fn)
+        assert [b.outcome for b in fa_inductor.report().blocks] == ["rewritten"]
+    want = results(torch.compile(form, backend="aot_eager_decomp_partition"))
+    assert want[0].isnan().any() and not want[0].isnan().all()
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10, equal_nan=True)
+
+
 @pytest.mark.parametrize(("dtype", "dynamic"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("clamped", [two_bounds, lower_bound, upper_bound, hardtanh, relu], ids=lambda f: f.__name__)
 def test_clamped_beside_a_trained_bias(clamped: Callable[[Tensor], Tensor], dtype: torch.dtype, dynamic: bool) -> None:

@@ -32,7 +32,7 @@ def bounded(score: Expr, op: str, number: float, node: Node, *, trained: bool, s
         strict: the bounds that let none pass.
     """
     c = const(number)
-    inside = Expr("where", (Expr("gt" if op == "maximum" else "lt", (score, c)), score, c))
+    inside = Expr("where", (Expr("le" if op == "maximum" else "ge", (score, c)), c, score))  # a NaN stays one
     if node in strict:
         return inside
     closed = Expr(op, (score, c))
