@@ -153,8 +153,7 @@ class _Pass:
             return
         for tensors in (False, True):
             ev, mat = self.prover(block)
-            plan.program = Reader(block, ev, mat, tensors, trained=plan.backward is not None,
-                                  wanted=plan.backward.biases if plan.backward else ()).read()
+            plan.program = Reader(block, ev, mat, tensors, plan.backward).read()
             plan.backend, plan.reason = guards.choose(plan.program.record, self._site(block, plan))
             score = plan.program.record.score
             if score.relative() and plan.backend in _TORCH:

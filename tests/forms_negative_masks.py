@@ -275,7 +275,7 @@ def absolute_value_after_the_mask(q, k, v, keep):
     return half(q, k).masked_fill(~keep, -1e9).abs().softmax(-1) @ v
 
 
-@form(Code.SCORE_OP, X, KEEP, modes=BOTH, train=Code.BACKWARD)
+@form(Code.SCORE_OP, X, KEEP, modes=BOTH)
 def clamp_after_the_mask(q, k, v, keep):
     return half(q, k).masked_fill(~keep, INF).clamp(-50.0, 50.0).softmax(-1) @ v
 

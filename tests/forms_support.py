@@ -36,6 +36,12 @@ Expect = int | Code | tuple[int | Code, ...] | None
 """What the report must say: so many blocks, all rewritten; one block refused for a reason; one entry for each block
 (1 for a rewritten one); None: no attention block."""
 
+# The first call of such a function in a process may run in low precision, 1e-8 off in float64, when several threads make
+# it at once (pytorch/pytorch#188792).  One element is one thread.
+for _dtype in (torch.float32, torch.float64):
+    for _name in ("sin", "cos", "tan", "tanh", "exp", "expm1", "log", "log1p", "log2", "sqrt", "erf"):
+        getattr(torch, _name)(torch.ones(1, dtype=_dtype))
+
 
 def up(t: Tensor) -> torch.dtype:
     """The dtype in which models compute a softmax: float32, and float64 when the oracle runs."""

@@ -249,6 +249,29 @@ def test_sizes_of_two_static_axes_and_a_symbolic_one() -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
+def test_windows_of_a_symbolic_image() -> None:
+    """Batch, rows and columns of windows are one dimension; the size of none of them could be read off it."""
+    def form(x: Tensor, bias: Tensor) -> Tensor:
+        (b, h, w), c = x.shape[:3], 8
+        rows, columns = (h + 3) // 4, (w + 3) // 4
+        x = torch.nn.functional.pad(x, (0, 0, 0, 4 * columns - w, 0, 4 * rows - h))
+        t = x.view(b, rows, 4, columns, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, c)
+        q, k, v = (f(t).view(t.shape[0], 16, 2, -1).transpose(1, 2) for f in (torch.sin, torch.cos, torch.tanh))
+        o = (torch.softmax(q @ k.mT + bias, -1) @ v).transpose(1, 2).reshape(t.shape)
+        o = o.view(b, rows, columns, 4, 4, c).permute(0, 1, 3, 2, 4, 5)
+        return o.reshape(b, 4 * rows, 4 * columns, c)
+
+    g = torch.Generator().manual_seed(1)
+    bias = torch.randn(2, 16, 16, generator=g, dtype=torch.float64)
+    with torch.no_grad(), compiling(validate=False):
+        compiled = Compiled(form, dynamic=True)
+        for shape in ((3, 10, 14, 8), (2, 17, 9, 8)):
+            x = torch.randn(shape, generator=g, dtype=torch.float64)
+            torch.testing.assert_close(compiled.fn(x, bias), form(x, bias), rtol=1e-9, atol=1e-10)
+        assert [b.outcome for b in fa_inductor.report().blocks] == ["rewritten"], fa_inductor.report()
+        assert compiled.compiles == 1
+
+
 def test_a_factor_that_does_not_fit_into_half_queries() -> None:
     def form(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
         return torch.softmax((q @ k.mT).float() * t, -1).to(v.dtype) @ v

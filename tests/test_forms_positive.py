@@ -6,8 +6,6 @@ from forms_masked import FORMS as MASKED
 from forms_support import MODES, check_form
 from forms_written import FORMS as WRITTEN
 
-from fa_inductor.reasons import Code
-
 FORMS = {**WRITTEN, **MASKED}
 DYNAMIC = (
     "scale_multiplied", "softmax_in_float32", "heads_permuted", "heads_by_view", "three_dims", "two_dims",
@@ -17,25 +15,16 @@ DYNAMIC = (
     "mask_where", "batched_heads", "llama", "bert", "alibi", "softcap",
 )
 """Forms that also run with symbolic batch and lengths: one for each way in which sizes enter a graph."""
-PENDING = {
-    ("clamped", "train"): Code.BACKWARD,
-}
-"""Forms that are not rewritten yet, and the reason that the report gives.  To turn one on, delete its line."""
 
 CASES = [(name, mode, dtype) for name, form in FORMS.items()
          for mode in (MODES if name in DYNAMIC else form.modes)
          for dtype in (form.dtypes[:1] if "dynamic" in mode else form.dtypes)]
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), [c for c in CASES if c[:2] not in PENDING])
+@pytest.mark.parametrize(("name", "mode", "dtype"), CASES)
 def test_is_rewritten(name, mode, dtype):
     check_form(FORMS[name], mode, dtype)
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), [c for c in CASES if c[:2] in PENDING])
-def test_is_refused_until_it_is_supported(name, mode, dtype):
-    check_form(FORMS[name], mode, dtype, refused=PENDING[name, mode])
-
-
 def test_lists_name_forms():
-    assert set(DYNAMIC) <= set(FORMS) and {name for name, _ in PENDING} <= set(FORMS)
+    assert set(DYNAMIC) <= set(FORMS)

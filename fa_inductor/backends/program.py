@@ -175,13 +175,14 @@ def evaluate(program: Expr, scope: Scope, score: Tensor | None = None) -> tuple[
 
 
 def _d_extremum(v: tuple[Any, ...], g: Tensor, first_wins: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """Chosen and never multiplied by 0 or 1: in a row with a NaN the gradient is NaN, except where a bound stops it."""
     a, b = v
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        share = torch.where(first_wins(a, b), 1.0, torch.where(a == b, 0.5, 0.0)).to(g.dtype)
-        return g * share, g * (1 - share)
+        half = torch.where(a == b, g / 2, g)
+        return torch.where(first_wins(b, a), 0.0, half), torch.where(first_wins(a, b), 0.0, half)
     if isinstance(a, Tensor):  # against a constant: clamp's rule, the bound itself still passes the gradient
-        return g * (first_wins(a, b) | (a == b)), None
-    return None, g * ~first_wins(a, b)
+        return torch.where(first_wins(a, b) | (a == b), g, 0.0), None
+    return None, torch.where(first_wins(b, a) | (a == b), g, 0.0)
 
 
 def _d_pow(v: tuple[Any, ...], y: Tensor, g: Tensor) -> tuple[Any, Any]:
@@ -245,7 +246,7 @@ def _partials(op: str, v: tuple[Any, ...], y: Tensor, g: Tensor) -> tuple[Any, .
         case "sigmoid":
             return (g * (1 - y) * y,)
         case "relu":
-            return (torch.where(y > 0, g, 0.0),)
+            return (torch.where(y <= 0, 0.0, g),)  # a NaN passes it, as in eager code
         case "erf":
             return (g * (2 / math.sqrt(math.pi)) * torch.exp(-v[0] * v[0]),)
         case "sin":

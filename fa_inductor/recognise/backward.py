@@ -6,6 +6,7 @@ up, value by value, in the real one.  A hit is right by construction; anything e
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx import Graph, Node
 from ..reasons import Code, Refusal
 from .axes import product, shape_of
 from .block import Block
-from .derivative import Region, Variant, chain_of, runner, structure, trace, variants
+from .derivative import Region, Variant, chain_of, clampings, find_clamps, runner, structure, trace, variants
 from .nodes import CASTS, VIEWS, aten, is_tensor, target, val
 from .numbering import Numbering
 from .operands import Operand
@@ -41,6 +42,9 @@ class Backward:
     """Nodes of the joint graph that only serve this backward."""
     biases: dict[Node, Node] = field(default_factory=dict)
     """Operand added to the scores -> its gradient, where the graph needs one."""
+
+    strict: frozenset[Node] = frozenset()
+    """Bounds of the scores that let no gradient pass where a score is the bound exactly."""
 
     def replaced(self) -> set[Node]:
         return {*self.grads.values(), *self.biases.values()}
@@ -120,16 +124,20 @@ def find_backward(block: Block, joint: Joint, *, biases: bool = False) -> Backwa
     """
     region = region_of(block, joint.position, biases=biases)
     best: Backward | None = None
-    for variant in variants(block):
-        key = structure(region, variant)
+    for clamping, variant in itertools.product(clampings(region), variants(block)):
+        key = structure(region, variant), clamping
         if key not in joint.traced:
-            joint.traced[key] = trace(region, runner(region, variant, chain_of(block).softmax, block.lse), 3 + region.biases)
+            run = runner(region, variant, chain_of(block).softmax, block.lse, clamping)
+            joint.traced[key] = trace(region, run, 3 + region.biases)
         traced = joint.traced[key]
         if traced is None:
             continue
         found = _match(traced, region, joint)
         if found is not None and (best is None or len(found.grads) > len(best.grads)):
             best = found
+            if clamping is not None and clamping[0] is aten.hardtanh.default:
+                both = [c for c in find_clamps(region, clamping[1]) if c.low is not None and c.high is not None]
+                best.strict = frozenset(n for c in both for n in (c.low, c.high) if n is not None)
             if len(found.grads) == 3 or found.grads.keys() & {"q", "k"}:
                 break  # these two come through the softmax: this is its form, what is missing the graph does not need
     if best is None:

@@ -55,6 +55,63 @@ def variants(block: Block) -> Iterable[Variant]:
     yield ("raw", None, None)
 
 
+@dataclass(frozen=True)
+class Clamp:
+    """``result`` is ``source`` between one or two bounds, once put back together: compilers take it apart.
+
+    In 16 bits the bounds are applied in float32, between two casts; the derivative may be in either dtype.
+    """
+
+    source: Node
+    result: Node
+    low: Node | None
+    high: Node | None
+
+    def run(self, x: Any, op: Any) -> torch.Tensor:
+        low, high = (None if n is None else n.args[1] for n in (self.low, self.high))
+        if op is aten.hardtanh.default and (low is None or high is None):
+            return aten.clamp_max.default(x, high) if low is None else aten.clamp_min.default(x, low)
+        return op(x, low, high)
+
+
+Clamping = tuple[Any, bool]
+"""(``clamp``, or ``hardtanh`` with ``clamp_min`` and ``clamp_max``; whether the casts around the bounds belong to it)."""
+
+
+def find_clamps(region: Region, narrow: bool) -> list[Clamp]:
+    inside = set(region.nodes)
+    found = []
+    for n in region.nodes:
+        if target(n) is aten.clamp_max.default:
+            low = n.args[0] if target(n.args[0]) is aten.clamp_min.default and n.args[0] in inside else None
+            high: Node | None = n
+        elif target(n) is aten.clamp_min.default and not any(target(u) is aten.clamp_max.default for u in n.users):
+            low, high = n, None
+        else:
+            continue
+        source, result = (low or n).args[0], n  # type: ignore[union-attr]
+        outer = next((u for u in n.users if target(u) in CASTS and u in inside), None)
+        if narrow and outer is not None and target(source) in CASTS and val(source.args[0]).dtype == val(outer).dtype:
+            source, result = source.args[0], outer
+        found.append(Clamp(source, result, low, high))  # type: ignore[arg-type]
+    return found
+
+
+def clampings(region: Region) -> list[Clamping | None]:
+    """The ways to put the bounds of a region back together; None leaves them apart.
+
+    ``clamp`` and ``hardtanh`` differ in their derivative where a score is a bound exactly: the first lets it pass.
+    """
+    wide, narrow = find_clamps(region, False), find_clamps(region, True)
+    ways: list[Clamping | None] = []
+    for found, casts in ((narrow, True), (wide, False)):
+        two = any(c.low is not None and c.high is not None for c in found)
+        if casts and narrow == wide or not (two or casts):
+            continue
+        ways += [(aten.clamp.default, casts), (aten.hardtanh.default, casts)]
+    return [*ways, None]
+
+
 def structure(region: Region, variant: Variant) -> Hashable:
     """Equal for regions that trace to the same graph: one trace serves all layers of a model."""
     local = {n: f"i{j}" for j, n in enumerate(region.inputs)}
@@ -118,9 +175,10 @@ def _entered(mode: Any, like: torch.Tensor) -> Iterator[None]:
         mode.cache_enabled = cached
 
 
-def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None
-            ) -> Callable[[list[Any]], torch.Tensor]:
+def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSumExp | None = None,
+           clamping: Clamping | None = None) -> Callable[[list[Any]], torch.Tensor]:
     kind, x, result = variant
+    clamped = {c.result: c for c in find_clamps(region, clamping[1])} if clamping is not None else {}
 
     def run(inputs: list[Any]) -> torch.Tensor:
         env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
@@ -150,6 +208,8 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
                     env[n] = aten._safe_softmax.default(env[x], softmax.dim)
                 else:
                     env[n] = aten._softmax.default(env[x], softmax.dim, False)
+            elif n in clamped and clamping is not None:
+                env[n] = clamped[n].run(get(clamped[n].source), clamping[0])
             elif n.target in CASTS:
                 env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
             else:

@@ -28,7 +28,9 @@ from .nodes import (
 Key = Hashable
 _COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 _SAME = {aten.mul.Scalar: aten.mul.Tensor, aten.add.Scalar: aten.add.Tensor, aten.div.Scalar: aten.div.Tensor,
-         aten.sub.Scalar: aten.sub.Tensor}
+         aten.sub.Scalar: aten.sub.Tensor,
+         # what autograd does in place in the derivative of clamp, and a functional graph as a value
+         aten.logical_and_.default: aten.logical_and.default}
 _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.amin.default, aten.mean.dim, aten.any.dim, aten.any.dims,
                aten.all.dim, aten.all.dims}
 _IMPURE = ("rand", "bernoulli", "dropout", "normal", "multinomial")

@@ -27,7 +27,9 @@ from ..prove import (
 from ..prove.values import Poly
 from ..reasons import Code, Refusal
 from .axes import AxesError, group_size, resolve
+from .backward import Backward
 from .block import Block
+from .bounds import bounded, is_floor
 from .captures import Arranged, Captures, only_inputs
 from .exp_range import EXP_RANGE, of_program, of_proof, of_tree
 from .masking import Masks, rounded
@@ -38,8 +40,6 @@ from .scores import Step, is_row_max_of
 _UNARY = {"tanh", "abs", "exp", "sigmoid", "relu", "sqrt", "reciprocal"}
 _ABOVE_MASKS = 2.0**24
 """A tensor that scores are multiplied by is taken to stay below it."""
-_NEVER_REACHED = -1e30
-"""A lower clamp at or below it leaves every score alone that is not masked."""
 
 _CUDNN = aten._scaled_dot_product_cudnn_attention.default
 _CUDNN_FILL = -65504.0
@@ -64,13 +64,16 @@ class Reader:
 
     Args:
         tensors: keep a bias as the tensor that the user's graph has, even where a score program could compute it.
-        wanted: operands whose gradient the graph needs; each becomes a capture of its own, masks in it included.
+        found: the backward, in training.  An operand whose gradient it has becomes a capture of its own, masks in it
+            included.
     """
 
-    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool, *, trained: bool = False,
-                 wanted: Collection[Node] = ()) -> None:
+    def __init__(self, block: Block, ev: Evaluator, mat: Materialiser, tensors: bool, found: Backward | None = None
+                 ) -> None:
         self.block, self.ev, self.mat, self.tensors = block, ev, mat, tensors
-        self.trained, self.wanted = trained, wanted
+        self.trained = found is not None
+        self.wanted: Collection[Node] = () if found is None else found.biases
+        self.strict: Collection[Node] = () if found is None else found.strict
         self._start(exact=False)
 
     def _start(self, *, exact: bool) -> None:
@@ -226,23 +229,22 @@ class Reader:
         self.expr = Expr(step.name, (self.expr,))
 
     def _maximum(self, step: Step) -> None:
+        self._bound(step, "maximum")
+
+    def _minimum(self, step: Step) -> None:
+        self._bound(step, "minimum")
+
+    def _bound(self, step: Step, op: str) -> None:
+        """The score, or a number that it is no less or no more than."""
         c = constant(step.node.args[1 - step.position] if step.position == 0 else step.node.args[0])
         if c is None:
-            raise Refusal(Code.SCORE_OP, "maximum with a tensor")
-        if c <= _NEVER_REACHED or (val(step.node).dtype == torch.float16 and c <= torch.finfo(torch.float16).min):
+            raise Refusal(Code.SCORE_OP, f"{op} with a tensor")
+        if op == "maximum" and is_floor(step.node, c):
             self.masks.raise_to(float(c))
             return
         self._no_mask_yet(step)
         self._no_shift_yet(step)
-        self.expr = Expr("maximum", (self.expr, ex.const(float(c))))
-
-    def _minimum(self, step: Step) -> None:
-        c = constant(step.node.args[1 - step.position] if step.position == 0 else step.node.args[0])
-        if c is None:
-            raise Refusal(Code.SCORE_OP, "minimum with a tensor")
-        self._no_mask_yet(step)
-        self._no_shift_yet(step)
-        self.expr = Expr("minimum", (self.expr, ex.const(float(c))))
+        self.expr = bounded(self.expr, op, float(c), step.node, trained=self.trained, strict=self.strict)
 
     def _added_product(self, step: Step) -> None:
         alpha, beta = step.node.kwargs.get("alpha", 1), step.node.kwargs.get("beta", 1)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..reasons import Code, Refusal
-from ..recognise.axes import Axis, Dims, Group, group_size, resolve, resolve_dims, shape_of
+from ..recognise.axes import Axis, Dims, Group, Size, group_size, resolve, resolve_dims, shape_of
 from ..recognise.nodes import aten, val
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "recompute", "ac_graph_id", "custom",
@@ -66,18 +66,24 @@ class Emitter:
             return axis.size
         for i, g in enumerate(resolve_dims(dims)):
             if axis in g:
+                others = [a.size for a in g if a is not axis]
+                if any(not isinstance(n, int) for n in others):
+                    return self._in_graph(axis.size)
                 size: int | Node = self.call(aten.sym_size.int, node, i)
-                for other in g:
-                    if other is not axis:
-                        size = self.call(operator.floordiv, size, self._axis_size_static(other))
+                for other in others:
+                    size = self.call(operator.floordiv, size, other)
                 return size
         raise Refusal(Code.RANK, "a symbolic size is on no dimension of the tensor")
 
-    @staticmethod
-    def _axis_size_static(axis: Axis) -> int:
-        if not isinstance(axis.size, int):
-            raise Refusal(Code.RANK, "two symbolic sizes share a dimension")
-        return axis.size
+    def _in_graph(self, size: Size) -> Node:
+        """A node that holds this size, which is one of several on its dimension: a window's, or the number of them."""
+        for n in self.graph.nodes:
+            if n is self.at:
+                break
+            v = n.meta.get("val")
+            if isinstance(v, torch.SymInt) and v.node.expr == size:
+                return n
+        raise Refusal(Code.RANK, "two symbolic sizes share a dimension")
 
     def arrange(self, node: Node, dims: Dims, want: Dims, *, copy: bool = True,
                 sizes: tuple[Node, Dims] | None = None) -> Node | None:

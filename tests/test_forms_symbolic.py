@@ -1,0 +1,118 @@
+"""Symbolic sizes that share a dimension, are derived from each other, or are equal when the graph is traced.
+
+Each form is compiled once or twice, the first time where its two batches and its two lengths are equal, and called
+with other sizes: a size that was taken for another gives an error or wrong numbers then.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from forms_support import Compiled, compiling
+from torch import Tensor
+from torch.nn import functional as F
+
+import fa_inductor
+
+CALLS = [((2, 6, 8), (2, 6, 8)), ((3, 10, 8), (4, 5, 8)), ((5, 4, 8), (2, 7, 8))]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``[B, S, 8]`` each, two heads."""
+    q, k, v = (t.view(t.shape[0], t.shape[1], 2, 4).transpose(1, 2) for t in (q.sin(), k.cos(), v.tanh()))
+    return (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).reshape(q.shape[0], q.shape[2], 8)
+
+
+def one_more(x: Tensor, y: Tensor) -> Tensor:
+    t = torch.cat([x, x[:, :1]], 1)
+    return attend(t, t, t)
+
+
+def half_and_whole(x: Tensor, y: Tensor) -> Tensor:
+    return attend(x[:, : x.shape[1] // 2], x, x)
+
+
+def windows(x: Tensor, y: Tensor) -> Tensor:
+    n = (x.shape[1] + 2) // 3
+    t = F.pad(x, (0, 0, 0, 3 * n - x.shape[1])).reshape(x.shape[0] * n, 3, 8)
+    return attend(t, t, t).view(x.shape[0], 3 * n, 8)
+
+
+def windows_of_an_image(x: Tensor, y: Tensor) -> Tensor:
+    """The batch and the number of windows, equal at first, are axes of their own: K is expanded over the windows."""
+    n = (x.shape[1] + 2) // 3
+    t = F.pad(x, (0, 0, 0, 3 * n - x.shape[1])).view(x.shape[0], n, 3, 8)
+    q = t.transpose(1, 2).reshape(x.shape[0] * 3, n, 8)
+    q = attend(q, q, q).view(x.shape[0], 3, n, 8).transpose(1, 2).reshape(x.shape[0] * n, 3, 8)
+    kv = t[:, :1].expand(-1, n, -1, -1).reshape(x.shape[0] * n, 3, 8)
+    return attend(q, kv, kv)
+
+
+def rows_then_columns(x: Tensor, y: Tensor) -> Tensor:
+    t = x[:, :, None] + y[:1, None]
+    b, r, c = t.shape[:3]
+    t = t.reshape(b * r, c, 8)
+    t = attend(t, t, t).view(b, r, c, 8).transpose(1, 2).reshape(b * c, r, 8)
+    return attend(t, t, t).view(b, c, r, 8)
+
+
+def batches_and_heads_folded(x: Tensor, y: Tensor) -> Tensor:
+    t = x[:, None] + y[None, :, :1]
+    b, c, s = t.shape[:3]
+    q, k, v = (f(t).view(b, c, s, 2, 4).transpose(2, 3).reshape(b * c * 2, s, 4) for f in (torch.sin, torch.cos, torch.tanh))
+    return torch.bmm(torch.softmax(torch.bmm(q, k.mT), -1), v).view(b, c, 2, s, 4)
+
+
+def folded_in_two_orders(x: Tensor, y: Tensor) -> Tensor:
+    """The keys are folded as (b, c) and taken apart as (c, b), which agrees where the batches are equal."""
+    t = x[:, None] + y[None, :, :1]
+    b, c, s = t.shape[:3]
+    t = t.reshape(b * c, s, 8)
+    return attend(t, t.view(c, b, s, 8).transpose(0, 1).reshape(b * c, s, 8), t)
+
+
+def keys_repeated(x: Tensor, y: Tensor) -> Tensor:
+    t = (x[:, None] + y[None, :, :1]).flatten(0, 1)
+    kv = x[:, None].expand(-1, y.shape[0], -1, -1).flatten(0, 1)
+    return attend(t, kv, kv)
+
+
+def keys_tiled(x: Tensor, y: Tensor) -> Tensor:
+    t = (x[:, None] + y[None, :, :1]).flatten(0, 1)
+    kv = x[None].expand(y.shape[0], -1, -1, -1).flatten(0, 1)
+    return attend(t, kv, kv)
+
+
+def keys_of_two_sizes(x: Tensor, y: Tensor) -> Tensor:
+    kv = (x[:, :, None] + y[:1, None]).flatten(1, 2)
+    return attend(x, kv, kv)
+
+
+def mask_of_another_length(x: Tensor, y: Tensor) -> Tensor:
+    q, k, v = (f(x).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2) for f in (torch.sin, torch.cos, torch.tanh))
+    i = torch.arange(x.shape[1])
+    return torch.softmax((q @ k.mT).masked_fill((i > 0) & (i >= y.shape[1] - 2), -torch.inf), -1) @ v
+
+
+FORMS = [one_more, half_and_whole, windows, windows_of_an_image, rows_then_columns, batches_and_heads_folded,
+         folded_in_two_orders, keys_repeated, keys_tiled, keys_of_two_sizes, mask_of_another_length]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_called_with_other_sizes(form: Callable[[Tensor, Tensor], Tensor], train: bool) -> None:
+    g = torch.Generator().manual_seed(1)
+    with compiling(validate=False), torch.set_grad_enabled(train):
+        compiled = Compiled(form, dynamic=True)
+        for shapes in CALLS:
+            xs = [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
+            for x in xs:
+                torch._dynamo.mark_static(x, 2)
+            got, want = [compiled.fn(*xs)], [form(*xs)]
+            if train:
+                tangent = torch.randn(want[0].shape, generator=g, dtype=torch.float64)
+                got += torch.autograd.grad(got[0], xs, tangent, allow_unused=True)
+                want += torch.autograd.grad(want[0], xs, tangent, allow_unused=True)
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+        assert "rewritten" in [b.outcome for b in fa_inductor.report().blocks], fa_inductor.report()
