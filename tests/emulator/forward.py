@@ -91,11 +91,6 @@ def on_device(x: torch.Tensor) -> torch.Tensor:
 class _Torch:
     """The torch that the front door sees: allocations on the emulated device come from host memory."""
 
-    class cuda:
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
@@ -226,6 +221,7 @@ def attention(
     """`api.attention` on host tensors: (out, lse) as plain tensors."""
     launcher = launcher or Launcher()
     with mock.patch.object(api, "torch", _Torch()), mock.patch.object(api, "_kernel", launcher.kernel), \
+            mock.patch.object(api.launch, "current_device", lambda: DEVICE.index), \
             mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.dict(api._plans, clear=True):
         got, lse = api.attention(*(on_device(x) for x in (q, k, v)), record, [on_device(x) for x in captures], ints,
                                  None if out is None else on_device(out))
