@@ -4,9 +4,9 @@
 provable indices and pointwise operators are followed; a node that is not understood becomes an opaque load of that
 node at that index, so an answer always exists and is always exact.
 
-Assumptions on integer arithmetic: int64 and int32 arithmetic on positions and sizes does not overflow (sizes below
-2**31), int64 arithmetic on loaded values does not overflow either.  int32 arithmetic on loaded values and all
-arithmetic in narrower types stays opaque unless its range is proven.  Floats that hold integers are followed only
+Assumptions on integer arithmetic: int64 and int32 arithmetic on positions and sizes, and int64 arithmetic on loaded
+values, does not overflow where it would not with values below 2**20.  What might, int32 arithmetic on loaded values and
+all arithmetic in narrower types stay opaque unless their range is proven.  Floats that hold integers are followed only
 where every value is proven to be representable (float32: up to 2**24).
 """
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fa_inductor.kernels.expr import MARGIN
 
 from .evaluate import Evaluator
 from .materialise import Materialiser
-from .values import AXIS_K, AXIS_Q, Apply, Load, Poly, Tree, axes_of
+from .values import AXIS_K, AXIS_Q, Apply, Load, Poly, Select, Tree, axes_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _POSITION = frozenset((AXIS_Q, AXIS_K))
@@ -37,6 +37,8 @@ def _followed(ev: Evaluator, x: Any) -> Any:
     """`x` with every ``weight[index]`` in it, which is opaque elsewhere, read at the value of its index."""
     if isinstance(x, Load):
         return _looked_up(ev, x)
+    if isinstance(x, Select):
+        return ev.trees.select(x.pred, _followed(ev, x.a), _followed(ev, x.b))
     if isinstance(x, Apply):
         return Apply(x.target, tuple(_followed(ev, a) for a in x.args), x.kwargs, x.scalars, x.dtype)
     return x
@@ -51,8 +53,8 @@ def _looked_up(ev: Evaluator, tree: Load) -> Tree:
     value = ev.value(index, tree.index[:rank])
     if not isinstance(value, Poly) or not axes_of(value) >= _POSITION:
         return tree
-    if tree.node.target is not aten.embedding.default and not ev.facts.in_range(value, 0, ev.shape(weight)[0]):
-        return tree  # a negative one would count from the end
+    if tree.node.target is not aten.embedding.default and not ev.facts.nonneg(value):  # a negative one counts from the end
+        value = value + ev.shape(weight)[0] * Poly.of(ev.facts.indicator(ev.facts.cmp("ge", -value - 1)))
     return Load(weight, (value, *tree.index[rank:]), tree.dtype)
 
 

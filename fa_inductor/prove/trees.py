@@ -19,8 +19,10 @@ from .values import (
     Bool,
     Cast,
     Const,
+    FloorDiv,
     Indicator,
     Leaf,
+    Max,
     Opaque,
     Poly,
     Pred,
@@ -131,10 +133,9 @@ class Trees:
         if dtype not in _MODELLED_INTS:
             return False
         loaded = any(isinstance(a, Opaque) for a in _deep_atoms(p))
-        if dtype == torch.int64:
-            return p.max_coefficient() < 2**61
-        if dtype == torch.int32 and not loaded:
-            return p.max_coefficient() < 2**30
+        if dtype == torch.int64 or (dtype == torch.int32 and not loaded):
+            end = 2 ** (torch.iinfo(dtype).bits - 1)
+            return p.max_coefficient() < end // 4 and (_size(p) < end or self.facts.in_range(p, -end, end))
         if loaded:  # a widening cast of a narrow load keeps its value
             atoms = p.atoms()
             single = len(atoms) == 1 and isinstance(atoms[0], Opaque) and p == Poly.of(atoms[0])
@@ -258,6 +259,23 @@ def _deep_atoms(p: Poly) -> list[Any]:
             if isinstance(x := getattr(a, inner, None), Poly):
                 found += _deep_atoms(x)
     return found
+
+
+_POSITIONS = 2**20
+
+
+def _size(x: Any) -> int:
+    """How large an integer is where every position, size and loaded value in it is below a million."""
+    match x:
+        case Poly():
+            return sum(abs(c) * math.prod(_size(a) ** n for a, n in m) for m, c in x.terms.items())
+        case FloorDiv(n=n):
+            return _size(n)
+        case Max(a=a, b=b):
+            return max(_size(a), _size(b))
+        case Indicator():
+            return 1
+    return _POSITIONS
 
 
 def _leaves(t: Tree) -> int:

@@ -90,7 +90,7 @@ class Rewriter:
                 inputs.captures[i] = made
             else:
                 inputs.captures[i] = self.now(c)
-            inputs.captures[i] = self._by_rows(em, inputs.captures[i])
+            inputs.captures[i] = self._by_rows(inputs.captures[i], block.anchor)
         first: tuple[str, ...] = ("bshd", "bhsd")
         if any(u.op == "output" for u in block.out.users):
             first = ("bhsd", "bshd")
@@ -109,7 +109,7 @@ class Rewriter:
             trial.undo()
         raise AssertionError("a copy can always be placed")
 
-    def _by_rows(self, em: Emitter, capture: Node) -> Node:
+    def _by_rows(self, capture: Node, like: Node) -> Node:
         """A capture over q and k with neighbouring keys side by side: one copy for all blocks, which the compiler makes where
         it makes the tensor.  A learned table looked up by distance comes with its heads side by side."""
         x = val(capture)
@@ -118,12 +118,16 @@ class Rewriter:
         if x.stride(3) == 1:
             return capture
         if capture not in self._rows:
-            copy = em.call(aten.clone.default, capture, memory_format=torch.contiguous_format)
-            self._rows[capture] = copy
+            at = capture.next  # blocks are not rewritten in the order of their outputs: the copy has to be before them all
+            while at.op == "placeholder":
+                at = at.next
+            self._rows[capture] = Emitter(self.graph, at, like).call(
+                aten.clone.default, capture, memory_format=torch.contiguous_format)
             self._journal.append(lambda: self._rows.pop(capture, None))
-            if capture in self._arranged:
-                self._arranged[copy] = self._arranged[capture]
-        return self._rows[capture]
+        copy = self._rows[capture]
+        if capture in self._arranged:
+            self._arranged[copy] = self._arranged[capture]
+        return copy
 
     def backward(self, block: Block, record: Attention, inputs: Inputs, block_id: str, found: Backward,
                  out: Node, lse: Node, qkv: Sequence[Node]) -> None:

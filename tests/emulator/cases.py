@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fa_inductor.kernels.expr import SCORE, Expr, const, index, load, sym
+from fa_inductor.kernels.expr import MARGIN, SCORE, Expr, const, index, load, relative, sym
 from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
 
 Q, K = index("q"), index("k")
@@ -45,7 +45,7 @@ class Case:
     nan_scores: bool = False
     """Some elements of the bias are NaN."""
     score: str = ""
-    """"softcap", "softcap high" (a cap that no score comes near), "alibi", "distance"."""
+    """"softcap", "softcap high" (a cap that no score comes near), "alibi", "distance", "relative" (a table by distance)."""
     predicate: bool = False
     chunk: tuple[int, int] | None = None
     sink: str = ""
@@ -72,6 +72,8 @@ class Problem:
     captures: list[torch.Tensor]
     ints: list[int]
     bias: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    """Bias by distance."""
     sink: torch.Tensor | None = None
     seen: torch.Tensor | None = None
     """Mask as bool, broadcastable to [B, H, Sq, Sk]."""
@@ -179,6 +181,9 @@ def build(c: Case) -> Problem:
         even = call("eq", call("mod", call("sub", K, Q), const(2)), const(0))
         score = call("add", call("mul", SCORE, call("where", even, const(0.5), const(1.0))),
                      call("mul", call("cast", call("minimum", far, const(3)), "float32"), const(-0.25)))
+    elif c.score == "relative":
+        p.table = torch.randn(1, hq, 1, c.rows + c.keys - 1 + 2 * MARGIN, generator=g)
+        score = call("add", SCORE, relative(capture(p.table)))
     sink = None
     if c.sink:
         p.sink = (torch.randn(hq, generator=g) * 2).to(getattr(torch, c.sink))
@@ -206,6 +211,8 @@ def reference(c: Case, p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         s = s + (slope[:, None, None] * (j - i)).double()
     elif c.score == "distance":
         s = s * torch.where((j - i) % 2 == 0, 0.5, 1.0).double() + ((i - j) // 16).clamp_max(3).double() * -0.25
+    if p.table is not None:
+        s = s + p.table[:, :, 0, (j - i) + (c.rows - 1 + MARGIN)].double()
     if p.seen is not None:
         s = s.masked_fill(~p.seen, p.record.fill)
     if p.sink is not None:
@@ -319,5 +326,17 @@ CASES: dict[str, Case] = _numbered([
     Case("eight keys bias d128", rows=70, keys=280, bias="bqk", bias_dtype="float16", dims=(128, 128), hi=215, batch=2, sms=1),
     Case("eight keys mask", rows=200, keys=264, dense="bqk", dense_form="blocks", heads=(2, 1), batch=2, empty="zero", sms=2),
     Case("mean of a window", rows=90, keys=200, lo=-40, hi=10, padding="right", empty="mean", batch=2),
+    # Captures read without a test of their addresses: by distance beyond both ends, and tiles that are not whole.
+    Case("relative", rows=200, keys=256, score="relative", heads=(2, 1)),
+    Case("relative causal", rows=150, keys=237, score="relative", hi=87, heads=(2, 2), dims=(128, 128), dtype="float16"),
+    Case("relative padding", rows=237, keys=150, score="relative", padding="right", nan_slots=True, batch=2, empty="zero"),
+    Case("relative d96", rows=70, keys=131, score="relative", dims=(96, 96), hi=61),
+    Case("relative d256", rows=65, keys=131, score="relative", dims=(256, 256)),
+    Case("relative long", rows=40, keys=1333, score="relative", dims=(128, 128), heads=(2, 1)),
+    Case("relative one row", rows=1, keys=203, score="relative", heads=(4, 2)),
+    Case("bias of tiles", rows=200, keys=330, bias="hqk", heads=(2, 1)),
+    Case("bias of tiles float32", rows=140, keys=300, bias="qk", bias_dtype="float32", dims=(128, 128), hi=160),
+    Case("bias of tiles odd", rows=70, keys=301, bias="hqk", bias_dtype="float16", dtype="float16", heads=(2, 2), dims=(96, 96)),
+    Case("bias and dense", rows=70, keys=300, bias="qk", dense="qk", empty="zero", dims=(128, 128)),
 ])
 CI = list(CASES)[:12]
