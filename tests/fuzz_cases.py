@@ -82,7 +82,8 @@ def fresh(inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Te
             for x in inputs]
 
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
+ROUNDED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
+"""Operators whose rounding shows in a softmax: products, and sums with a fill beside which a score is small."""
 
 
 class InfinitySeen(TorchDispatchMode):
@@ -101,7 +102,7 @@ class InfinitySeen(TorchDispatchMode):
 
 
 class Rounding(TorchDispatchMode):
-    """Every matrix product is off by one rounding of a dtype, at random."""
+    """Every matrix product and every sum is off by one rounding of a dtype, at random."""
 
     def __init__(self, eps: float, seed: int) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        return self.off(out) if func in PRODUCTS else out
+        return self.off(out) if func in ROUNDED and out.is_floating_point() else out
 
 
 @dataclass
@@ -219,7 +220,8 @@ class Case:
         if ours.dtype.is_floating_point and ok.any():
             error = float((ours - eager)[ok].abs().max())
             top = max(float(eager[ok].abs().max()), size or 0.0, 1.0)
-            assert error <= (1e-4 if self.program.loose else 1e-8) * top, f"{name}: error {error:.2e}, values to {top:.2e}"
+            # what float32 rounds off a score beside a fill of 1e4 is 5e-4
+            assert error <= (1e-3 if self.program.loose else 1e-8) * top, f"{name}: error {error:.2e}, values to {top:.2e}"
 
 
 def case_of(build: Builder, train: bool, dynamic: bool, dtype: torch.dtype | None = None) -> Case:
