@@ -77,7 +77,8 @@ BIASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "computed table": lambda q, k, w: looked_up(q, k, torch.tanh(w @ w[:4])),
     "table of indices": lambda q, k, w: heads_first(F.embedding((w[:, 0] * 4).long().abs().clamp(max=W - 1)[distance(q, k) + Q], w)),
     "shifts that overflow": lambda q, k, w: heads_first(F.embedding((distance(q, k) << 60 >> 59) % W, w)),
-    "powers that overflow": lambda q, k, w: heads_first(F.embedding((distance(q, k) * 262147) ** 3 % W, w)),
+    "powers that overflow": lambda q, k, w: heads_first(F.embedding(
+        (distance(q, k) * 262147) * (distance(q, k) * 262147) * (distance(q, k) * 262147) % W, w)),
     "a lower triangle": lambda q, k, w: looked_up(q, k, w).tril(),
     "some heads": lambda q, k, w: torch.where(
         torch.arange(4)[:, None, None] < 2, looked_up(q, k, w), torch.zeros((), dtype=w.dtype)),
