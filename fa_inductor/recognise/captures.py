@@ -132,7 +132,9 @@ class Captures:
             if program is not None and _cheap(program):
                 self.items, self.ints = self._tried
                 return program
-            table = by_distance(self.ev, tree)
+            # A number beyond float32 would be infinite in a table of float32; a program is asked for such numbers.
+            narrow = tree.dtype != torch.float64 or self._score_dtype == torch.float64
+            table = by_distance(self.ev, tree) if narrow else None
             if table is not None:
                 return ex.relative(self.raw(distances(self.mat, table, self._score_dtype)).args[0])
             if program is not None:

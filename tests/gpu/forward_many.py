@@ -103,6 +103,11 @@ def _sizes(base: Case, rnd: random.Random, dims: tuple[int, int]) -> tuple[int, 
             rows, keys = max(2, rows * 3 // 4), max(2, keys * 3 // 4)
     if base.bias and keys > 1 and keys % 2 != base.keys % 2:  # pairs of elements are read where rows are even
         keys += 1
+    if base.bias or base.dense:  # and eight where rows are multiples of that
+        if base.keys % 8 == 0:
+            keys = -(-keys // 8) * 8
+        elif keys % 8 == 0:
+            keys += 2
     return batch, heads, rows, keys
 
 
