@@ -308,8 +308,8 @@ def emulator(load: Load) -> str:
     return (f"Without a GPU: the forward kernel's PTX runs under an emulator ([tests/emulator](tests/emulator/README.md)); "
             f"{cases['cases'] - cases['wrong']} of {cases['cases']} cases agree with float64 "
             f"([emulator_cases.json](tests/results/emulator_cases.json)), and {mutants['caught']} of {mutants['mutants']} "
-            f"kernels with a planted fault are caught ([emulator_mutants.json](tests/results/emulator_mutants.json)).  A "
-            f"part of both runs in every CI.{confirmed}")
+            f"kernels with a planted fault are caught ([emulator_mutants.json](tests/results/emulator_mutants.json)"
+            f"{'; ' + mutants['note'] if 'note' in mutants else ''}).  A part of both runs in every CI.{confirmed}")
 
 
 def zoo(load: Load) -> str:
