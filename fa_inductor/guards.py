@@ -72,6 +72,12 @@ def choose(record: Attention, site: Site) -> tuple[str, Reason | None]:
     return "", family
 
 
+def wants_tensors(record: Attention, backend: str) -> bool:
+    """Whether a backend does better with biases as the tensors of the user's graph: PyTorch's operators read them so, and a
+    table by distance would be spread out in every block."""
+    return backend == "sdpa" and bool(record.score.relative())
+
+
 def _answer(name: str, reason: Reason | None) -> tuple[str, Reason | None]:
     return ("", reason) if reason is not None else (name, None)
 

@@ -29,8 +29,6 @@ from .rewrite.apply import Inputs, Rewriter
 
 log = logging.getLogger(__name__)
 _rewrites = 0
-_TORCH = ("sdpa",)
-"""Backends that read a bias as a tensor over q and k."""
 
 
 @dataclass
@@ -156,8 +154,8 @@ class _Pass:
             plan.program = Reader(block, ev, mat, tensors, plan.backward).read()
             plan.backend, plan.reason = guards.choose(plan.program.record, self._site(block, plan))
             score = plan.program.record.score
-            if score.relative() and plan.backend in _TORCH:
-                continue  # they would spread the table in every block
+            if guards.wants_tensors(plan.program.record, plan.backend):
+                continue
             if plan.reason is None or score == SCORE or plan.program.record.bias() is not None:
                 break
         if plan.reason is None and options.max_rewrites is not None:

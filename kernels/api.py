@@ -164,14 +164,14 @@ def _capture(x: torch.Tensor, relative: bool) -> Capture:
         return Capture(name, "bhqk", True, relative=True)
     axes = "".join(a for a, n, s in zip("bhqk"[4 - x.dim():], x.shape, x.stride(), strict=True) if n > 1 and s)
     unit = axes.endswith("k") and x.stride(-1) == 1 and name in ("bool", *_FLOATS)
-    rows = list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    size = x.element_size()
+    halves = unit and name in ("bfloat16", "float16")
+    return Capture(name, axes, unit, unit and name != "bool" and _grouped(x, 2), halves and _grouped(x, 8))
 
-    def groups(of: int) -> bool:
-        """Whether so many keys at a time are aligned and whole."""
-        return unit and x.shape[-1] % of == 0 and x.data_ptr() % (of * size) == 0 and not any(s % of for n, s in rows if n > 1)
 
-    return Capture(name, axes, unit, name != "bool" and groups(2), name in ("bfloat16", "float16") and groups(8))
+def _grouped(x: torch.Tensor, of: int) -> bool:
+    """Whether so many neighbours in a row at a time are aligned and none is cut by its end."""
+    rows = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.shape[-1] % of == 0 and x.data_ptr() % (of * x.element_size()) == 0 and not any(s % of for n, s in rows if n > 1)
 
 
 @lru_cache(maxsize=1024)
@@ -199,8 +199,7 @@ def variant_of(record: Attention, captures: Sequence[torch.Tensor] = ()) -> Forw
         if isinstance(atom, Dense):
             x = captures[atom.capture]
             # Of a mask that is broadcast over keys there is one byte a row.
-            changes["dense_wide"] = x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.data_ptr() % 8 == 0 and not any(
-                s % 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+            changes["dense_wide"] = x.stride(-1) == 1 and _grouped(x, 8)
         if isinstance(atom, Documents):
             ids = (_name(captures[atom.q], _CAPTURES), _name(captures[atom.k], _CAPTURES))
             changes["documents"] = "int64" if "int64" in ids else "int32"

@@ -112,7 +112,7 @@ def host(load: Load) -> str:
 def sanitizer(data: Any) -> str:
     if data is None:
         return ""
-    return (f"\n- `compute-sanitizer` on {data['cases']} of them: memcheck {data['memcheck']['device_errors']} and synccheck "
+    return (f"\n- `compute-sanitizer` on {data['cases']} of them, {data['date']}, not again since: memcheck {data['memcheck']['device_errors']} and synccheck "
             f"{data['synccheck']['errors']} errors in kernels ([compute_sanitizer_h200.json]"
             "(tests/results/compute_sanitizer_h200.json)).")
 

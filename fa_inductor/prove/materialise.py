@@ -16,6 +16,7 @@ from torch._guards import detect_fake_mode
 
 from fa_inductor.kernels import record
 from fa_inductor.kernels.expr import Expr
+from fa_inductor.sizes import size_node
 
 from .atoms import BandDraft, ChunkDraft, DenseDraft, DocumentsDraft, Draft, KeyPaddingDraft, PredicateDraft
 from .evaluate import Evaluator
@@ -129,12 +130,9 @@ class Materialiser:
     def _symbol(self, s: sympy.Symbol) -> fx.Node:
         """A node that holds this size symbol, or the size of a tensor that has it."""
         s = self.ev.opaque.get(s, s)
-        for node in self.graph.nodes:
-            if node is self.insert_before:
-                break
-            val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and val.node.expr == s:
-                return node
+        found = size_node(self.graph, s, self.insert_before)
+        if found is not None:
+            return found
         for node in self.graph.nodes:
             if node is self.insert_before:
                 break

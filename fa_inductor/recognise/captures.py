@@ -114,32 +114,28 @@ class Captures:
         self.items.append(Arranged(sink.node, sink.dims, (self.block.heads,)))
         return len(self.items) - 1
 
-    def _program(self, tree: Any) -> Expr | None:
-        """A bias as a score program, with its captures; None where it is none."""
+    def _program(self, tree: Any) -> tuple[Expr, list[Any], list[Any]] | None:
+        """A bias as a score program, and what captures and integers are with those it reads; None where it is none."""
         items, ints = list(self.items), list(self.ints)
         try:
             program = to_program(tree, self.mat, items, ints)
         except Undecided:
             return None
-        self._tried = items, ints
-        return self.in_score_dtype(program) if program.op == "load" else program
+        return self.in_score_dtype(program) if program.op == "load" else program, items, ints
 
     def residual(self, tree: Any) -> Expr:
         """What is added beside a mask: computed in the score program where that is cheap, else a table by distance or a
         tensor."""
-        if not self.tensors:
-            program = self._program(tree)
-            if program is not None and _cheap(program):
-                self.items, self.ints = self._tried
-                return program
+        found = None if self.tensors else self._program(tree)
+        if not self.tensors and (found is None or not _cheap(found[0])):
             # A number beyond float32 would be infinite in a table of float32; a program is asked for such numbers.
             narrow = tree.dtype != torch.float64 or self._score_dtype == torch.float64
             table = by_distance(self.ev, tree) if narrow else None
             if table is not None:
                 return ex.relative(self.raw(distances(self.mat, table, self._score_dtype)).args[0])
-            if program is not None:
-                self.items, self.ints = self._tried
-                return program
+        if found is not None:
+            program, self.items, self.ints = found
+            return program
         return self.in_score_dtype(self.raw(self.mat.tree(tree, True)))
 
 

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from ..reasons import Code, Refusal
 from ..recognise.axes import Axis, Dims, Group, Size, group_size, resolve, resolve_dims, shape_of
 from ..recognise.nodes import aten, val
+from ..sizes import size_node
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "recompute", "ac_graph_id", "custom",
             "partitioner_tag", "autograd_backward", "is_gradient_acc", "from_node", "fwd_source_fn_stack",
@@ -77,12 +78,9 @@ class Emitter:
 
     def _in_graph(self, size: Size) -> Node:
         """A node that holds this size, which is one of several on its dimension: a window's, or the number of them."""
-        for n in self.graph.nodes:
-            if n is self.at:
-                break
-            v = n.meta.get("val")
-            if isinstance(v, torch.SymInt) and v.node.expr == size:
-                return n
+        found = size_node(self.graph, size, self.at)
+        if found is not None:
+            return found
         raise Refusal(Code.RANK, "two symbolic sizes share a dimension")
 
     def arrange(self, node: Node, dims: Dims, want: Dims, *, copy: bool = True,

@@ -34,7 +34,7 @@ from cutlass.utils import SmemAllocator
 
 from ..expr import SCORE
 from .prepare import COMBINE, SCAN, Prepare
-from .program import TANH_SMALL, Emitter, as_bool, as_float, load, tanh_reach
+from .program import TANH_SMALL, Emitter, as_bool, as_float, chunks, load, tanh_reach
 from .variant import Forward
 
 LOG2E = math.log2(math.e)
@@ -720,7 +720,7 @@ class ForwardKernel(Prepare):
         key0 = n * t.keys
         if const_expr(v.has_program):
             where = (b, h, row0, key0 + column, rows, keys)
-            if const_expr(not v.reads_ahead):
+            if const_expr(not v.whole_tiles):
                 self.program_of(s, captures, ahead, ints, scale, where, False)
             elif cute.arch.vote_all_sync(key0 + t.keys <= keys):
                 self.program_of(s, captures, ahead, ints, scale, where, True)
@@ -771,12 +771,10 @@ class ForwardKernel(Prepare):
         if not any(c.wide for c in self.v.captures):
             return ()
         emit = Emitter(self.v.captures, captures, (), b, h, n * self.t.keys + column, keys, row0)
-        found = emit.read_ahead([cutlass.min(row0 + 8 * r, rows - 1) for r in range(2)], self.t.keys)
-        self.ahead = list(found)
-        return tuple(x for words in found.values() for x in words)
+        return tuple(emit.read_ahead([cutlass.min(row0 + 8 * r, rows - 1) for r in range(2)], self.t.keys))
 
     def unpacked(self, ahead):
-        return {key: ahead[4 * i : 4 * i + 4] for i, key in enumerate(self.ahead)} if ahead else {}
+        return {c: ahead[4 * i : 4 * i + 4] for i, c in enumerate(chunks(self.v.captures, self.t.keys))}
 
     def small(self, s, scale):
         """Whether no argument of a tanh in a tile is above `TANH_SMALL`, by the squares of 8 of them at a time."""

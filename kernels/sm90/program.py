@@ -33,7 +33,8 @@ class Emitter:
                  col0: Any, keys: Any, row0: Any, scale: Any = 1.0, small: bool = False,
                  whole: bool = False, ahead: dict[Any, list[Any]] | None = None):
         """``row0`` is the query of row 0, also where it is beyond Sq; row 1 is 8 rows below.  ``whole``: the tile has no
-        column beyond the keys, so none is clamped.  ``scale`` makes scores of what is given as such; ``small``: the arguments of tanh are at most `TANH_SMALL`."""
+        column beyond the keys, so none is clamped.  ``scale`` makes scores of what is given as such; ``small``: the arguments
+        of tanh are at most `TANH_SMALL`.  ``ahead``: what `read_ahead` gave."""
         self.captures, self.tensors, self.ints, self.b, self.h = captures, tensors, ints, b, h
         self.scale, self.small, self.whole, self.ahead = scale, small, whole, ahead or {}
         self.col0, self.keys, self.row0 = col0, keys, row0
@@ -98,20 +99,21 @@ class Emitter:
 
     def _load(self, n: int, row: Any, column: Any) -> Any:
         capture, tensor = self.captures[n], self.tensors[n]
-        if not (capture.wide or capture.unit and self.whole):
-            x = tensor[self.b, self.h, row[1], cutlass.min(self.col0 + column[0], self.keys - 1)]
-            return _value(x, capture.dtype)
-        key = ("row", n, row[0] if "q" in capture.axes else None)
-        if key not in self._memo:
-            self._memo[key] = cute.domain_offset((self.b, self.h, row[1], self.col0), tensor).iterator
-        start, c, size = self._memo[key], column[0], tensor.element_type.width // 8
+        c = column[0]
         if capture.wide:
-            chunk = ("chunk", n, row[0] if "q" in capture.axes else None, c // 32)
+            chunk = _chunk(capture, n, row[0], c // 32)
             if chunk not in self._memo:
                 words = self.ahead.get(chunk) or self._wide(tensor, row[1], c // 32)
                 self._memo[chunk] = transpose(list(words), cute.arch.lane_idx() % 4)
             word = self._memo[chunk][c % 32 // 8]
             return _decode(word >> 16 if c % 2 else word, capture.dtype)
+        if not (capture.unit and self.whole):
+            x = tensor[self.b, self.h, row[1], cutlass.min(self.col0 + column[0], self.keys - 1)]
+            return _value(x, capture.dtype)
+        key = ("row", n, row[0] if "q" in capture.axes else None)
+        if key not in self._memo:
+            self._memo[key] = cute.domain_offset((self.b, self.h, row[1], self.col0), tensor).iterator
+        start, size = self._memo[key], tensor.element_type.width // 8
         if not capture.pairs:
             x = load(_WORDS[size], f"b{8 * size}", start, c * size)
             return _decode(x, capture.dtype)
@@ -138,15 +140,9 @@ class Emitter:
                                      read_only_args=[start])
         return list(words)
 
-    def read_ahead(self, q: Sequence[Any], keys: int) -> dict[Any, list[Any]]:
-        """What the programs will read of wide captures for queries `q` and so many keys, as `ahead` of the Emitter that runs
-        them once the scores are there."""
-        found = {}
-        for n, capture in enumerate(self.captures):
-            for r in range(2 if capture.wide and "q" in capture.axes else int(capture.wide)):
-                for c in range((keys + 31) // 32):
-                    found["chunk", n, r if "q" in capture.axes else None, c] = self._wide(self.tensors[n], q[r], c)
-        return found
+    def read_ahead(self, q: Sequence[Any], keys: int) -> list[Any]:
+        """The words that the programs will read of wide captures for queries `q` and so many keys, in the order of `chunks`."""
+        return [word for (_, n, r, c) in chunks(self.captures, keys) for word in self._wide(self.tensors[n], q[r or 0], c)]
 
     def _by_distance(self, n: int, row: Any, column: Any) -> Any:
         """The table at k - q.  A thread's second row is 8 below its first and finds there what was read 8 columns before."""
@@ -204,6 +200,17 @@ class Emitter:
         c0, c1, c2, c3 = self._memo[key]
         square = score * score
         return score * cute.math.fma(square, cute.math.fma(square, cute.math.fma(square, c3, c2), c1), c0)
+
+
+def _chunk(capture: Capture, n: int, row: int, c: int) -> tuple[Any, ...]:
+    """Name of 32 keys of a row of a wide capture."""
+    return "chunk", n, row if "q" in capture.axes else None, c
+
+
+def chunks(captures: Sequence[Capture], keys: int) -> list[tuple[Any, ...]]:
+    """What a thread reads of wide captures in a tile of so many keys: four words each."""
+    return list(dict.fromkeys(_chunk(capture, n, r, c) for n, capture in enumerate(captures) if capture.wide
+                              for r in range(2) for c in range((keys + 31) // 32)))
 
 
 TANH_SMALL = 0.5

@@ -127,7 +127,8 @@ class Forward:
     @property
     def tile(self) -> Tile:
         read = sum("k" in c.axes and not c.relative for c in self.captures) + self.dense + bool(self.documents)
-        uses = {"": True, "several": read > 1, "one": read == 1, "wide": read == 1 and any(c.wide for c in self.captures), "score": self.score is not None, "band": self.band_lo or self.band_hi}
+        uses = {"": True, "several": read > 1, "one": read == 1, "wide": read == 1 and any(c.wide for c in self.captures),
+                "score": self.score is not None, "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
@@ -159,8 +160,8 @@ class Forward:
         return any({"q", "k"} <= set(c.axes) and "b" not in c.axes and not c.relative for c in self.captures)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Captures are read from one address a row where the tile is whole."""
+    def whole_tiles(self) -> bool:
+        """Captures are read from one address a row where the tile is whole, and one by one where it is not."""
         return any("k" in c.axes and c.unit and not (c.relative or c.wide) for c in self.captures)
 
     @property
@@ -173,7 +174,8 @@ class Forward:
         """Nothing but QK^T and constants of its size is in the scores, so that a difference of two may be rounded once: a
         row of -3.4e38 would be infinite, or far from uniform."""
         return self.score is None or not any(
-            e.op in ("load", "relative", "index", "sym") or e.op == "const" and abs(e.args[0]) > _MODERATE for e in self.score.walk())
+            e.op in ("load", "relative", "index", "sym") or e.op == "const" and abs(e.args[0]) > _MODERATE
+            for e in self.score.walk())
 
     @property
     def threads(self) -> int:
@@ -192,7 +194,8 @@ class Forward:
         if self.dim_v != self.dim:
             words.append(f"dv{self.dim_v}")
         words += [w for w, on in (("lo", self.band_lo), ("hi", self.band_hi), ("pad", self.padding),
-                                  ("doc", bool(self.documents)), ("dense", self.dense and not self.dense_wide), ("mask", self.dense_wide),
+                                  ("doc", bool(self.documents)), ("dense", self.dense and not self.dense_wide),
+                                  ("mask", self.dense_wide),
                                   ("chunk", self.chunk), ("anyscale", not self.positive_scale)) if on]
         if self.score is not None or self.predicates:
             text = repr((self.score, self.predicates, self.captures)).encode()
