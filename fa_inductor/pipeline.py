@@ -9,7 +9,7 @@ from typing import Literal
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from . import guards
+from . import ahead, guards
 from .kernels.expr import SCORE
 from .options import options
 from .prove import Context, Evaluator, Materialiser, Undecided
@@ -44,6 +44,8 @@ class _Plan:
     backend: str = ""
     reason: Reason | None = None
     note: str = ""
+    call: Node | None = None
+    """The operator that stands for the block."""
 
     @property
     def accepted(self) -> bool:
@@ -203,6 +205,9 @@ def _run(graph: Graph) -> GraphReport:
         reports.append(_report(plan))
     if plans:
         graph.eliminate_dead_code()
+    calls = [p.call for p in plans if p.accepted and p.call is not None and p.backend.startswith("kernels")]
+    if calls:
+        ahead.begin(calls)
     return GraphReport(key, tuple(reports))
 
 
@@ -220,6 +225,7 @@ def _apply(plan: _Plan, rewriter: Rewriter, block_id: str) -> None:
             rewriter.backward(block, program.record, inputs, block_id, plan.backward, out, lse, qkv)
         if options.validate:
             _validate(plan, rewriter)
+        plan.call = out.args[0]  # type: ignore[assignment]
     except Exception as e:
         rewriter.undo()
         if isinstance(e, Refusal):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import cache, launch, one_row
+from . import ahead, cache, launch, one_row
 from .expr import MARGIN, READS, SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
 from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
@@ -213,6 +213,21 @@ def _name(x: torch.Tensor, allowed: tuple[str, ...]) -> str:
     return name
 
 
+def expected(
+    record: Attention, q: torch.Tensor, keys: int, captures: Sequence[torch.Tensor], ints: Sequence[int], sms: int
+) -> Forward:
+    """The specialisation that a GPU of so many multiprocessors launches for tensors like these, of the device meta too: heads
+    of one row packed, few rows split."""
+    packed = one_row.packed(record) if q.shape[2] == 1 else None
+    if packed is not None:
+        first, last = one_row.key_range(record, ints, keys)
+        if first < last:
+            q, captures = one_row.pack(record, q, captures, keys, first, last)
+            record, keys = packed, last - first
+    variant = variant_of(record, captures)
+    return replace(variant, split=splits(variant, *q.shape[:3], keys, sms) > 1)
+
+
 _compiled: dict[Forward, Any] = {}
 _compile_lock = threading.Lock()
 
@@ -237,7 +252,7 @@ def _kernel(variant: Forward) -> Any:
             fn = _compiled.get(variant)
             if fn is None:
                 fn = _compiled[variant] = cache.load_or_compile(
-                    f"sm_90a forward {variant!r}", lambda: compile_variant(variant))
+                    ahead.words_of(variant), lambda: compile_variant(variant))
     return fn
 
 

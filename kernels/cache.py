@@ -93,6 +93,16 @@ def _cpu() -> bytes:
     return next((x for x in lines if x.startswith((b"flags", b"Features"))), b"")
 
 
+def _name(words: str) -> str:
+    return f"{hashlib.sha256(words.encode()).hexdigest()}.o"
+
+
+def has(words: str) -> bool:
+    """Whether there is a file for the kernel that ``words`` describe; it is not looked into."""
+    where = folder() if enabled() else None
+    return where is not None and (where / _name(words)).exists()
+
+
 def load_or_compile(words: str, compile_: Callable[[], Any]) -> Any:
     """The kernel that ``words`` describe: from disk, else compiled by ``compile_`` and stored.
 
@@ -106,7 +116,7 @@ def load_or_compile(words: str, compile_: Callable[[], Any]) -> Any:
     path = None if where is None else _ready(where)
     if path is None:
         return compile_()
-    path = path / f"{hashlib.sha256(words.encode()).hexdigest()}.o"
+    path = path / _name(words)
     found = _load(path, words)
     if found is not None:
         return found

@@ -6,13 +6,13 @@ record and for the variant of the kernel that runs it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from forward_data import operands
 
-from fa_inductor.kernels import api, one_row
+from fa_inductor.kernels import api
 from fa_inductor.kernels.expr import MARGIN, SCORE, Expr, const, index, load, relative, sym
 from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
 from fa_inductor.kernels.sm90.variant import Forward
@@ -224,12 +224,4 @@ def variant(c: Case) -> Forward:
 def launched(c: Case, sms: int = 132) -> Forward:
     """The specialisation that a GPU of so many multiprocessors launches: heads of one row packed, few rows split."""
     q, _, _, record, captures, ints = inputs(c, "meta")
-    keys = c.keys
-    packed = one_row.packed(record) if c.rows == 1 else None
-    if packed is not None:
-        first, last = one_row.key_range(record, ints, keys)
-        if first < last:
-            q, captures = one_row.pack(record, q, captures, keys, first, last)
-            record, keys = packed, last - first
-    v = api.variant_of(record, captures)
-    return replace(v, split=api.splits(v, *q.shape[:3], keys, sms) > 1)
+    return api.expected(record, q, c.keys, captures, ints, sms)
