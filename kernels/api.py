@@ -495,7 +495,7 @@ def _run(
     parts = parts_lse = None
     if shares > 1:
         parts = torch.empty((shares * batch, heads, rows, dim_v), dtype=torch.float32, device=device)
-        parts_lse = torch.empty((shares * batch, heads, rows), dtype=torch.float32, device=device)
+        parts_lse = torch.empty((shares * batch, heads, rows, 2), dtype=torch.float32, device=device)
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
             section, tickets, parts, parts_lse, blocks)
     if device.index == launch.current_device():
@@ -632,12 +632,8 @@ def schedule(
 
 def splits(variant: Forward, batch: int, heads: int, rows: int, keys: int, sms: int) -> int:
     """How many blocks share the keys of one tile of queries, so that few queries over many keys, as in decoding, keep
-    every multiprocessor reading; 1 where there are tiles enough.  Each share is some key tiles, or its fixed cost shows.
-
-    Shares are weighted by exp(lse), and beside a score of -3.4e38, which a bias can make of a whole row, the logarithm of a
-    sum is lost: such scores are not shared out.
-    """
-    if not variant.moderate or variant.listed or variant.sink is not None or variant.empty == "mean":
+    every multiprocessor reading; 1 where there are tiles enough.  Each share is some key tiles, or its fixed cost shows."""
+    if variant.listed or variant.sink is not None or variant.empty == "mean":
         return 1
     tile = variant.tile
     items = -(-rows // tile.rows) * heads * batch

@@ -202,10 +202,6 @@ def test_few_rows_are_split_and_others_are_not() -> None:
     assert api.splits(v, 1, 8, 4, 600, 132) == 1
     assert all(api.splits(x, 1, 8, 4, 32768, 132) == 1 for x in
                (replace(v, dense=True), replace(v, sink="float32"), replace(v, empty="mean"), replace(v, documents="int32")))
-    tanh = Expr("tanh", (Expr("score"),))
-    for score, shared in ((tanh, True), (Expr("add", (Expr("score"), Expr("load", (0,)))), False),
-                          (Expr("add", (Expr("score"), Expr("const", (-3e38,)))), False)):
-        assert (api.splits(replace(v, score=score), 1, 8, 4, 32768, 132) > 1) is shared
 
 
 def test_key_tiles_cover_what_is_seen(plain_ints) -> None:

@@ -44,7 +44,7 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
     """
     v = variant
     qkvo = [_tensor(v.dtype, 4, True, 16) for _ in range(4)]
-    parts = [_tensor("float32", 4, True, 16), _tensor("float32", 3, True, 4)] if v.split else [None, None]
+    parts = [_tensor("float32", 4, True, 16), _tensor("float32", 4, True, 4)] if v.split else [None, None]
     captures: list[Any] = [
         _tensor(x.dtype, 4, x.unit, itemsize(x.dtype) * (8 if x.wide else 2 if x.pairs else 1)) for x in v.captures]
     captures += [None] * (MAX_CAPTURES - len(captures))

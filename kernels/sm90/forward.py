@@ -145,8 +145,8 @@ class ForwardKernel(Prepare):
         the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
         share the keys of an item.  tickets: ``[1]`` int32, scratch.
-        parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq]``, float32: scratch for what each of them
-        finds.
+        parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq, 2]``, float32: scratch for what each of
+        them finds, its reference and its sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
         """
         tile = self.t
@@ -1000,7 +1000,10 @@ class ForwardKernel(Prepare):
                     o[4 * j + 2 * r + e] = o[4 * j + 2 * r + e] * inverse
             if column == 0:
                 if row < rows:
-                    lse[b, h, row] = log_sum
+                    if const_expr(v.split):
+                        lse[b, h, row, 0], lse[b, h, row, 1] = top, total
+                    else:
+                        lse[b, h, row] = log_sum
 
 
 def _row(size: int, r: int) -> list[int]:

@@ -54,16 +54,19 @@ class Prepare:
 
     @cute.kernel
     def combine(self, parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, splits: Int32):
-        """One row of the output from what each block found for its share of the keys, by the weights exp(lse)."""
+        """One row of the output from what each block found for its share of the keys, by the weights sum exp(top).
+
+        Not by exp(lse): beside a score of -3.4e38, which a bias can make of a whole row, the logarithm of a sum is lost.
+        """
         row, h, b = cute.arch.block_idx()
         batch = out.shape[0]
         top = Float32(-float("inf"))
         for i in cutlass.range(splits, unroll=4):
-            top = cute.arch.fmax(top, parts_lse[i * batch + b, h, row], nan=True)
+            top = cute.arch.fmax(top, parts_lse[i * batch + b, h, row, 0], nan=True)
         base = select_(top == -float("inf"), Float32(0.0), top)
         total = Float32(0.0)
         for i in cutlass.range(splits, unroll=4):
-            total = total + cute.math.exp2((parts_lse[i * batch + b, h, row] - base) * LOG2E, fastmath=True)
+            total = total + self._weight(parts_lse[i * batch + b, h, row, None], base)
         inverse = 1.0 / total  # of a row without keys: NaN times zero, as eager code has it
         if const_expr(self.v.empty == "zero"):
             inverse = select_(total == 0.0, Float32(0.0), inverse)
@@ -72,11 +75,15 @@ class Prepare:
             if column < out.shape[3]:
                 found = Float32(0.0)
                 for i in cutlass.range(splits, unroll=4):
-                    weight = cute.math.exp2((parts_lse[i * batch + b, h, row] - base) * LOG2E, fastmath=True)
+                    weight = self._weight(parts_lse[i * batch + b, h, row, None], base)
                     found = found + weight * parts[i * batch + b, h, row, column]
                 out[b, h, row, column] = (found * inverse).to(out.element_type)
         if cute.arch.thread_idx()[0] == 0:
             lse[b, h, row] = base + cute.math.log2(total, fastmath=True) * (1.0 / LOG2E)
+
+    def _weight(self, part: Any, base: Any) -> Any:
+        """Weight of a share of the keys: its sum, relative to `base` instead of its own reference."""
+        return part[1] * cute.math.exp2((part[0] - base) * LOG2E, fastmath=True)
 
     @cute.kernel
     def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):

@@ -42,6 +42,8 @@ class Case:
     """"" is random, "causal", "blocks": whole tiles are hidden, and others seen whole."""
     bias: str = ""
     bias_dtype: str = "bfloat16"
+    bias_hidden: int = 0
+    """Of so many rows the bias hides every key by the lowest number of its dtype: they are uniform."""
     nan_scores: bool = False
     """Some elements of the bias are NaN."""
     score: str = ""
@@ -167,6 +169,7 @@ def build(c: Case) -> Problem:
     score: Expr = SCORE
     if c.bias:
         p.bias = torch.randn(shaped(c.bias), generator=g).to(getattr(torch, c.bias_dtype))
+        p.bias[..., : c.bias_hidden, :] = torch.finfo(p.bias.dtype).min
         if c.nan_scores:
             p.bias = p.bias.masked_fill(torch.rand(p.bias.shape, generator=g) < 0.4 / p.bias.shape[-1], math.nan)
         score = call("add", SCORE, load(capture(p.bias)))
@@ -338,5 +341,6 @@ CASES: dict[str, Case] = _numbered([
     Case("bias of tiles float32", rows=140, keys=300, bias="qk", bias_dtype="float32", dims=(128, 128), hi=160),
     Case("bias of tiles odd", rows=70, keys=301, bias="hqk", bias_dtype="float16", dtype="float16", heads=(2, 2), dims=(96, 96)),
     Case("bias and dense", rows=70, keys=300, bias="qk", dense="qk", empty="zero", dims=(128, 128)),
+    Case("split bias hidden", rows=7, keys=2257, bias="bqk", bias_hidden=3, heads=(2, 1), batch=2),
 ])
 CI = [*list(CASES)[:12], "relative causal", "bias of tiles"]

@@ -156,12 +156,12 @@ class Launcher:
         tensors = [memory.tensor(x, (x.dim() - 1,) if u else (), unknown=x is tiles)
                    for x, u in zip(optional, unit, strict=False) if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
-        params = [*maps, fresh(lse if parts is None else parts_lse, 2), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
+        params = [*maps, (fresh(lse, 2) if parts is None else fresh(parts_lse, 3)), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
                   chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
         self.stats.append(stats)
         if programs.after is not None:
-            finish = [fresh(parts, 3), fresh(parts_lse, 2), fresh(out, 3), fresh(lse, 2), section]
+            finish = [fresh(parts, 3), fresh(parts_lse, 3), fresh(out, 3), fresh(lse, 2), section]
             _, stats = emulate(programs.after, (out.shape[2], out.shape[1], out.shape[0]), finish, seed=self.seed)
             self.stats.insert(-1, stats)
 
