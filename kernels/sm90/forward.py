@@ -44,8 +44,6 @@ _DRAW = 2
 """The next item is drawn so many key tiles before the end of the loads of one."""
 _ITEM = 8
 """Words of shared memory for what the load warp tells about a work item."""
-LAZY = 8.0
-"""A row's reference is replaced when its maximum rises by more than this, in base-2 units."""
 
 # Named barriers; 0 is __syncthreads.
 _BAR_TURN = 1  # + consumer warpgroup: it may issue products
@@ -567,17 +565,19 @@ class ForwardKernel(Prepare):
 
             n, full = self._tile(tiles, m, h, b, Int32(0), last)
             ahead = self.read_ahead(captures, n, row0, column, h, b, rows, keys)
+            partial = self.partial(n, m, w, keys, edges)
             warpgroup.wait_group(0)
             if const_expr(t.own_o):
                 if last - first == 1:
                     _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
-            self.scores(s0, shared, k_stage, k_phase, n, full, m, w, row0, column, h, b, rows, keys, dense,
+            self.scores(s0, shared, k_stage, k_phase, n, full, partial, row0, column, h, b, rows, keys, dense,
                         doc_q, doc_k, captures, ahead, ints, scale, edges)
             _arrive(shared.k_empty.data_ptr() + k_stage)
             k_stage, k_phase = self._advance(k_stage, k_phase)
-            self.maxima(s0, row_max, scale_log2)
-            sums = self.exponentials(s0, row_max, scale_log2)
-            row_sum[0], row_sum[1] = sums[0], sums[1]
+            self.maxima(s0, row_max)
+            row_sum.fill(0.0)
+            for r in cutlass.range_constexpr(2):
+                self.exponentials(s0, row_max, row_sum, scale_log2, r)
             self.pack(s0, packed)
 
             for i in cutlass.range(last - first - 1, unroll=1):
@@ -590,6 +590,7 @@ class ForwardKernel(Prepare):
                 warpgroup.fence()
                 _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, k_stage], True)
                 warpgroup.commit_group()
+                partial = self.partial(n, m, w, keys, edges)
                 self.wait_v(shared, v_stage, v_phase)
                 warpgroup.fence()
                 _gemm(self._mmas()[1], o, p, f_v[None, None, None, v_stage], False)
@@ -599,33 +600,27 @@ class ForwardKernel(Prepare):
                     cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
                 ahead = self.read_ahead(captures, n, row0, column, h, b, rows, keys)
                 warpgroup.wait_group(1)
-                if const_expr(t.own_o):
-                    if i == last - first - 2:
-                        _arrive(shared.q_empty.data_ptr() + w)
-                if const_expr(not v.padding):
-                    _arrive(shared.k_empty.data_ptr() + k_stage)
-                self.scores(s, shared, k_stage, k_phase, n, full, m, w, row0, column, h, b, rows, keys,
+                self.scores(s, shared, k_stage, k_phase, n, full, partial, row0, column, h, b, rows, keys,
                             dense, doc_q, doc_k, captures, ahead, ints, scale, edges)
-                if const_expr(v.padding):  # the key bits live as long as their K tile
-                    _arrive(shared.k_empty.data_ptr() + k_stage)
-                k_stage, k_phase = self._advance(k_stage, k_phase)
-                factor0, factor1 = Float32(1.0), Float32(1.0)
                 before = (row_max[0], row_max[1])
-                kept = self.maxima(s, row_max, scale_log2)
-                sums = self.exponentials(s, row_max, scale_log2)
-                # ptxas moves a wait up over arithmetic, but not over a branch that needs its result: this one keeps all
-                # of the softmax under the PV product.  No sum is that large: a term is at most 2^LAZY.
-                rose = cute.arch.vote_any_sync(not_(kept) | (sums[0] + sums[1] > 1e30))
-                total0, total1 = row_sum[0] + sums[0], row_sum[1] + sums[1]
-                if rose:
-                    factor0, factor1 = self.factors(before, row_max, scale_log2)
-                    total0, total1 = row_sum[0] * factor0 + sums[0], row_sum[1] * factor1 + sums[1]
-                row_sum[0], row_sum[1] = total0, total1
+                self.maxima(s, row_max)
+                factors = self.factors(before, row_max, scale_log2)
+                row_sum[0] = row_sum[0] * factors[0]
+                row_sum[1] = row_sum[1] * factors[1]
+                # ptxas moves a wait up over arithmetic, but not over an arrival: this one needs an exponential, so that the
+                # first row's are done under the PV product.  The second row's run beside the scaling of O and the packing of
+                # P, for which the special function unit leaves room.
+                self.exponentials(s, row_max, row_sum, scale_log2, 0)
+                done = s[_row(cute.size(s), 0)[-1]]
+                if const_expr(t.own_o):
+                    _arrive_after(shared.q_empty.data_ptr() + w, (lane == 0) & (i == last - first - 2), done)
+                _arrive_after(shared.k_empty.data_ptr() + k_stage, lane == 0, done)
+                k_stage, k_phase = self._advance(k_stage, k_phase)
                 warpgroup.wait_group(0)
-                _arrive(shared.v_empty.data_ptr() + v_stage)
+                _arrive_after(shared.v_empty.data_ptr() + v_stage, lane == 0, factors[0])
                 v_stage, v_phase = self._advance(v_stage, v_phase)
-                if rose:
-                    _scale(o, factor0, factor1)
+                self.exponentials(s, row_max, row_sum, scale_log2, 1)
+                _scale(o, factors[0], factors[1])
                 self.pack(s, packed)
 
             self.wait_v(shared, v_stage, v_phase)
@@ -708,15 +703,29 @@ class ForwardKernel(Prepare):
         if const_expr(self.v.padding):
             cute.arch.mbarrier_wait(shared.v_clean.data_ptr() + stage, phase)
 
+    def partial(self, n, m, w, keys, edges):
+        """Whether bands, chunks or the end of the keys hide an element of a tile from this warpgroup."""
+        v, t = self.v, self.t
+        band_lo, band_hi, chunk, chunk_offset = edges
+        key0, w_row = n * t.keys, m * t.rows + 64 * w
+        partial = (key0 + t.keys) > keys
+        if v.band_hi:
+            partial = partial | (key0 + (t.keys - 1) > w_row + band_hi)
+        if v.band_lo:
+            partial = partial | (key0 < w_row + 63 + band_lo)
+        if v.chunk:
+            partial = partial | (key0 < (w_row + 63 + chunk_offset) // chunk * chunk)
+            partial = partial | (key0 + t.keys > ((w_row + chunk_offset) // chunk + 1) * chunk)
+        return cute.arch.vote_any_sync(partial)
+
     @cute.jit
-    def scores(self, s, shared, stage, phase, n, full, m, w, row0, column, h, b, rows, keys, dense, doc_q, doc_k, captures,
+    def scores(self, s, shared, stage, phase, n, full, partial, row0, column, h, b, rows, keys, dense, doc_q, doc_k, captures,
                ahead, ints, scale, edges):
         """Turn S into scores in place: score program, then -inf where a mask is false.
 
         Bands, chunks, the end of the keys and padding cost nothing on tiles that this warpgroup sees as a whole.
         """
         v, t = self.v, self.t
-        band_lo, band_hi, chunk, chunk_offset = edges
         key0 = n * t.keys
         if const_expr(v.has_program):
             where = (b, h, row0, key0 + column, rows, keys)
@@ -740,16 +749,7 @@ class ForwardKernel(Prepare):
                     else:
                         self.mask_documents(s, doc_q, doc_k, b, row0, key0 + column, rows, keys, False)
 
-        w_row = m * t.rows + 64 * w
-        partial = (key0 + t.keys) > keys
-        if const_expr(v.band_hi):
-            partial = partial | (key0 + (t.keys - 1) > w_row + band_hi)
-        if const_expr(v.band_lo):
-            partial = partial | (key0 < w_row + 63 + band_lo)
-        if const_expr(v.chunk):
-            partial = partial | (key0 < (w_row + 63 + chunk_offset) // chunk * chunk)
-            partial = partial | (key0 + t.keys > ((w_row + chunk_offset) // chunk + 1) * chunk)
-        if cute.arch.vote_any_sync(partial):
+        if partial:
             self.mask_edges(s, row0, key0 + column, keys, edges)
         if const_expr(v.padding):
             self.mask_padding(s, shared, stage, phase, column)
@@ -911,10 +911,8 @@ class ForwardKernel(Prepare):
         """Base-2 units of a number in S."""
         return Float32(LOG2E) if self.v.premultiply else scale_log2
 
-    def maxima(self, s, row_max, scale_log2):
-        """Raise the references of the two rows of a thread where S exceeds them by much; False if one was raised, and its
-        sum and output must be scaled."""
-        kept = None
+    def maxima(self, s, row_max):
+        """Raise the references of the two rows of a thread to the maximum."""
         for r in range(2):
             idx = _row(cute.size(s), r)
             # Four chains: fmax has a latency of several cycles.  A NaN wins, and makes the whole row NaN.
@@ -924,41 +922,27 @@ class ForwardKernel(Prepare):
             top = _max(_max(tops[0], tops[1]), _max(tops[2], tops[3]))
             top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
             top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
-            old = row_max[r]
-            top = _max(old, top)
-            # The reference need not be the maximum: up to 2^8 above it P loses nothing in 16 bits, and O stays as it
-            # is (FlashAttention-4, arXiv 2603.05451).  -inf and NaN fail the comparison and take the new value.
-            keep = (top - old) * self.unit(scale_log2) <= LAZY
-            row_max[r] = select_(keep, old, top)
-            kept = keep if kept is None else kept & keep
-        return kept
+            row_max[r] = _max(row_max[r], top)
 
     def factors(self, before, row_max, scale_log2):
         """What brings row sums and O from the references `before` to the new ones."""
         return [cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True) for r in range(2)]
 
-    def exponentials(self, s, row_max, scale_log2):
-        """S becomes exp(S - reference) in place; returns what the row sums grow by.
+    def exponentials(self, s, row_max, row_sum, scale_log2, r):
+        """Row r of S becomes exp(S - reference) in place, and is added to its row sum.
 
         All on the special function unit: with one in 8 as a polynomial on the fma units instead, as on Blackwell, every
         head dim runs 2 to 6 % slower here, with one in 4 up to 13 % (tests/results/kernels_tuning_h200.json).
         """
         unit = self.unit(scale_log2)
-        found = []
-        for r in range(2):
-            top = _finite(row_max[r])
-            shift = top * unit
-            sums = []
-            for n, i in enumerate(_row(cute.size(s), r)):
-                x = cute.math.fma(s[i], unit, -shift) if self.v.moderate else (s[i] - top) * unit
-                x = cute.math.exp2(x, fastmath=True)
-                s[i] = x
-                if n < 4:
-                    sums.append(x)
-                else:
-                    sums[n % 4] = sums[n % 4] + x
-            found.append((sums[0] + sums[1]) + (sums[2] + sums[3]))
-        return found
+        top = _finite(row_max[r])
+        shift = top * unit
+        sums = [row_sum[r], Float32(0.0)]
+        for n, i in enumerate(_row(cute.size(s), r)):
+            x = cute.math.fma(s[i], unit, -shift) if self.v.moderate else (s[i] - top) * unit
+            s[i] = cute.math.exp2(x, fastmath=True)
+            sums[n % 2] = sums[n % 2] + s[i]
+        row_sum[r] = sums[0] + sums[1]
 
     def pack(self, s, packed):
         """S rounded to 16 bits: the A operand of the PV product, two elements a register."""
@@ -1048,6 +1032,15 @@ def _arrive(barrier):
     """One arrival a warp: all its reads are done."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
+
+
+def _arrive_after(barrier, who, value):
+    """Arrival of the threads `who`, not before `value` is there: the result of an exponential, whose sign bit is never set.
+    No branch, and no `elect` that has to be waited for."""
+    nobody = select_(who, Int32(-1), Int32(0x7FFFFFFF))
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b64 state; .reg .b32 bits; mov.b32 bits, {$r1}; setp.gt.s32 p, bits, {$r2}; "
+        "@p mbarrier.arrive.shared.b64 state, [{$r0}]; }", read_only_args=[barrier, value, nobody])
 
 
 def _all_ones(bits: int) -> int:
