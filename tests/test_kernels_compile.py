@@ -247,11 +247,11 @@ def numpy_softmax(monkeypatch: pytest.MonkeyPatch):
             if variant.premultiply:
                 s = s * f32(scale)
             both = [s[4 * (i // 4) // 2 + i % 2] for i in range(2 * len(s))]  # the second row is a copy of the first
-            before, unit, factors = list(tops), f32(scale * forward.LOG2E), [f32(1)] * 2
-            if not kernel.maxima(both, tops, unit):
-                factors = kernel.factors(before, tops, unit)
-            more = kernel.exponentials(both, tops, unit)
-            sums = [a * f + b for a, f, b in zip(sums, factors, more, strict=True)]
+            unit, factors = f32(scale * forward.LOG2E), [f32(1)] * 2
+            for r in range(2):
+                factors[r], rose = kernel.maximum(both, tops, unit, r)
+                assert rose or factors[r] == 1
+                kernel.exponentials(both, tops, sums, factors[r], unit, r)
             p = np.array([both[4 * j + e] for j in range(len(s) // 2) for e in range(2)], f32)
             assert not np.any(p > 2.0 ** forward.LAZY)
             out = out * factors[0] + np.sum(p * v, dtype=f32)

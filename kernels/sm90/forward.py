@@ -45,6 +45,9 @@ _DRAW = 2
 _ITEM = 8
 """Words of shared memory for what the load warp tells about a work item."""
 
+LAZY = 8.0
+"""A row's reference is replaced when its maximum rises by more than this, in base-2 units."""
+
 # Named barriers; 0 is __syncthreads.
 _BAR_TURN = 1  # + consumer warpgroup: it may issue products
 _BAR_STORE = 4  # + consumer warpgroup: its O tile is complete in shared memory
@@ -574,17 +577,19 @@ class ForwardKernel(Prepare):
                         doc_q, doc_k, captures, ahead, ints, scale, edges)
             _arrive(shared.k_empty.data_ptr() + k_stage)
             k_stage, k_phase = self._advance(k_stage, k_phase)
-            self.maxima(s0, row_max)
             row_sum.fill(0.0)
             for r in cutlass.range_constexpr(2):
-                self.exponentials(s0, row_max, row_sum, scale_log2, r)
+                factor, _ = self.maximum(s0, row_max, scale_log2, r)
+                self.exponentials(s0, row_max, row_sum, factor, scale_log2, r)
             self.pack(s0, packed)
 
+            there = Boolean(False)  # the next K is known to be there
             for i in cutlass.range(last - first - 1, unroll=1):
                 n, full = self._tile(tiles, m, h, b, i + 1, last)
                 # A fresh S: the old values must not count as an input of the product.
                 s = thread_qk.make_fragment_C(s_shape)
-                cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                if not_(there):
+                    cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
                 if const_expr(t.ping_pong):
                     cute.arch.barrier(barrier_id=_BAR_TURN + w, number_of_threads=256)
                 warpgroup.fence()
@@ -602,25 +607,28 @@ class ForwardKernel(Prepare):
                 warpgroup.wait_group(1)
                 self.scores(s, shared, k_stage, k_phase, n, full, partial, row0, column, h, b, rows, keys,
                             dense, doc_q, doc_k, captures, ahead, ints, scale, edges)
-                before = (row_max[0], row_max[1])
-                self.maxima(s, row_max)
-                factors = self.factors(before, row_max, scale_log2)
-                row_sum[0] = row_sum[0] * factors[0]
-                row_sum[1] = row_sum[1] * factors[1]
-                # ptxas moves a wait up over arithmetic, but not over an arrival: this one needs an exponential, so that the
-                # first row's are done under the PV product.  The second row's run beside the scaling of O and the packing of
-                # P, for which the special function unit leaves room.
-                self.exponentials(s, row_max, row_sum, scale_log2, 0)
-                done = s[_row(cute.size(s), 0)[-1]]
+                # What bounds the loop is the time from S to P, and the power that the chip may draw.  The special function unit
+                # takes one exponential in 8 cycles of a warp; all else is laid out so that ptxas can issue it in between: row 1's
+                # maximum under row 0's exponentials, the packing of P and the scaling of O under what is left of both.
+                first_row = _row(cute.size(s), 0)
+                factor0, rose0 = self.maximum(s, row_max, scale_log2, 0)
+                sums0 = self.exponentials(s, row_max, row_sum, factor0, scale_log2, 0)
+                factor1, rose1 = self.maximum(s, row_max, scale_log2, 1, s[first_row[3]] if t.apart else None)
+                # ptxas moves a wait up over arithmetic, but not over an arrival: these need so many exponentials of row 0, by
+                # when the PV product is done.
+                enough = sums0[min(t.under_pv, len(first_row) - 1)]
                 if const_expr(t.own_o):
-                    _arrive_after(shared.q_empty.data_ptr() + w, (lane == 0) & (i == last - first - 2), done)
-                _arrive_after(shared.k_empty.data_ptr() + k_stage, lane == 0, done)
+                    _arrive_after(shared.q_empty.data_ptr() + w, (lane == 0) & (i == last - first - 2), enough)
+                _arrive_after(shared.k_empty.data_ptr() + k_stage, lane == 0, enough)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 warpgroup.wait_group(0)
-                _arrive_after(shared.v_empty.data_ptr() + v_stage, lane == 0, factors[0])
+                _arrive_after(shared.v_empty.data_ptr() + v_stage, lane == 0, factor0)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
-                self.exponentials(s, row_max, row_sum, scale_log2, 1)
-                _scale(o, factors[0], factors[1])
+                there = cute.arch.mbarrier_test_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                self.exponentials(s, row_max, row_sum, factor1, scale_log2, 1)
+                for r, (factor, rose) in enumerate(((factor0, rose0), (factor1, rose1))):
+                    for e in _row(cute.size(o), r):
+                        o[e] = _times_where(o[e], factor, rose)
                 self.pack(s, packed)
 
             self.wait_v(shared, v_stage, v_phase)
@@ -911,25 +919,32 @@ class ForwardKernel(Prepare):
         """Base-2 units of a number in S."""
         return Float32(LOG2E) if self.v.premultiply else scale_log2
 
-    def maxima(self, s, row_max):
-        """Raise the references of the two rows of a thread to the maximum."""
-        for r in range(2):
-            idx = _row(cute.size(s), r)
-            # Four chains: fmax has a latency of several cycles.  A NaN wins, and makes the whole row NaN.
-            tops = [s[i] for i in idx[:4]]
-            for n, i in enumerate(idx[4:]):
-                tops[n % 4] = _max(tops[n % 4], s[i])
-            top = _max(_max(tops[0], tops[1]), _max(tops[2], tops[3]))
-            top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
-            top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
-            row_max[r] = _max(row_max[r], top)
+    def maximum(self, s, row_max, scale_log2, r, after=None):
+        """Raise the reference of row r of a thread where S exceeds it by much.
 
-    def factors(self, before, row_max, scale_log2):
-        """What brings row sums and O from the references `before` to the new ones."""
-        return [cute.math.exp2((before[r] - _finite(row_max[r])) * self.unit(scale_log2), fastmath=True) for r in range(2)]
+        Returns what brings the row's sum and output from the old reference to the new one, and whether it is another one.
+        With `after` the comparisons wait for that value.
+        """
+        idx = _row(cute.size(s), r)
+        # Four chains: fmax has a latency of several cycles.  A NaN wins, and makes the whole row NaN.
+        tops = [s[i] if after is None else _after(s[i], after) for i in idx[:4]]
+        for n, i in enumerate(idx[4:]):
+            tops[n % 4] = _max(tops[n % 4], s[i])
+        top = _max(_max(tops[0], tops[1]), _max(tops[2], tops[3]))
+        top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
+        top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
+        old = row_max[r]
+        top = _max(old, top)
+        # The reference need not be the maximum: up to 2^8 above it P loses nothing in 16 bits, and O stays as it
+        # is (FlashAttention-4, arXiv 2603.05451).  -inf and NaN fail the comparison and take the new value.
+        unit = self.unit(scale_log2)
+        keep = (top - old) * unit <= LAZY
+        row_max[r] = select_(keep, old, top)
+        return cute.math.exp2((old - _finite(row_max[r])) * unit, fastmath=True), not_(keep)
 
-    def exponentials(self, s, row_max, row_sum, scale_log2, r):
-        """Row r of S becomes exp(S - reference) in place, and is added to its row sum.
+    def exponentials(self, s, row_max, row_sum, factor, scale_log2, r):
+        """Row r of S becomes exp(S - reference) in place, and its sum what it was times factor, plus these; returns sums on
+        the way, one an exponential.
 
         All on the special function unit: with one in 8 as a polynomial on the fma units instead, as on Blackwell, every
         head dim runs 2 to 6 % slower here, with one in 4 up to 13 % (tests/results/kernels_tuning_h200.json).
@@ -937,12 +952,14 @@ class ForwardKernel(Prepare):
         unit = self.unit(scale_log2)
         top = _finite(row_max[r])
         shift = top * unit
-        sums = [row_sum[r], Float32(0.0)]
+        sums, found = [row_sum[r] * factor, Float32(0.0)], []
         for n, i in enumerate(_row(cute.size(s), r)):
             x = cute.math.fma(s[i], unit, -shift) if self.v.moderate else (s[i] - top) * unit
             s[i] = cute.math.exp2(x, fastmath=True)
             sums[n % 2] = sums[n % 2] + s[i]
+            found.append(sums[n % 2])
         row_sum[r] = sums[0] + sums[1]
+        return found
 
     def pack(self, s, packed):
         """S rounded to 16 bits: the A operand of the PV product, two elements a register."""
@@ -1041,6 +1058,20 @@ def _arrive_after(barrier, who, value):
     cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b64 state; .reg .b32 bits; mov.b32 bits, {$r1}; setp.gt.s32 p, bits, {$r2}; "
         "@p mbarrier.arrive.shared.b64 state, [{$r0}]; }", read_only_args=[barrier, value, nobody])
+
+
+def _after(x, value):
+    """x, but not before `value` is there, as far as ptxas knows: it is masked by the block's index in a grid of one plane."""
+    return cute.arch.inline_ptx("lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0xF8;", write_only_types=[Float32],
+                                read_only_args=[x, value, cute.arch.block_idx()[2]])
+
+
+def _times_where(x, factor, where):
+    """x * factor where asked for.  By a predicate: a branch would be in the way of the schedule, and a product by 1 costs
+    energy, 6 % of the speed (tests/results/kernels_tuning_h200.json)."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; mov.f32 {$w0}, {$r0}; @p mul.f32 {$w0}, {$r0}, {$r1}; }",
+        write_only_types=[Float32], read_only_args=[x, factor, select_(where, Int32(1), Int32(0))])
 
 
 def _all_ones(bits: int) -> int:
