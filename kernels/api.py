@@ -491,7 +491,7 @@ def _run(
             plan.launches.clear()
         chosen = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
     fn, section, blocks, shares = chosen
-    tickets = torch.empty(1, dtype=torch.int32, device=device) if variant.uneven else None
+    tickets = launch.counter(device) if variant.uneven else None
     parts = parts_lse = None
     if shares > 1:
         parts = torch.empty((shares * batch, heads, rows, dim_v), dtype=torch.float32, device=device)
@@ -514,11 +514,15 @@ def _keep(known: _Known, ints: Sequence[int], fn: Any, args: Sequence[Any], sour
     made: list[launch.View] = []
     rest: list[Any] = list(args)
     scratch: list[tuple[int, launch.Allocation]] = []
+    counter: int | None = None
     for place, x in enumerate(args):
         if not isinstance(x, torch.Tensor):
             continue
         rest[place] = None  # or the memory of this call would be held
         i = place - launch.CAPTURES
+        if i == _TICKETS:
+            counter = place
+            continue
         if i in _SCRATCH:
             scratch.append((place, (tuple(x.shape), x.stride(), x.dtype)))
             continue
@@ -530,7 +534,7 @@ def _keep(known: _Known, ints: Sequence[int], fn: Any, args: Sequence[Any], sour
             made.append(view)
     memo.keep(q, k, v, captures, ints, launch.Launch(
         fn, q.device.index, (tuple(out.shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype),
-        rest, scratch, made))
+        rest, scratch, made, counter))
 
 
 def memo_of(record: Attention) -> launch.Memo | None:
@@ -543,9 +547,9 @@ _OPTIONAL = 8 + MAX_CAPTURES
 """Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, tiles,
 captures."""
 _TICKETS = _OPTIONAL + MAX_INTS + 7
-_SCRATCH = (1, 6, 7, _TICKETS, _TICKETS + 1, _TICKETS + 2)
-"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, tickets, parts and their
-lse."""
+"""The counter of work items, counted from the first after lse."""
+_SCRATCH = (1, 6, 7, _TICKETS + 1, _TICKETS + 2)
+"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, parts and their lse."""
 _ZEROS = [0] * MAX_INTS
 
 

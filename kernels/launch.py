@@ -34,6 +34,31 @@ empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _em
 """(size, stride, dtype) -> uninitialised tensor on the current device, past the dispatcher, as Inductor allocates."""
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Index of the current device, without the checks of `torch.cuda.current_device`: a tensor on the device is at hand."""
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+"""Handle of the current stream of a device, by the device's index; that of its default stream is 0."""
+_counters: dict[int | None, torch.Tensor] = {}
+"""Of the default streams, by index of their device; held for good."""
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """``[1]`` int32, 0 when the next launch on the current stream of the device begins; the kernel leaves it 0.
+
+    All launches on the default stream share one: they run one after another, and none can be part of a CUDA graph, since
+    that stream cannot be captured.  On any other stream each has its own.  A graph may be replayed beside anything; work
+    of a destroyed stream may still run when a new one gets its handle; and what is allocated there may belong to the
+    pool of a graph that is about to be captured, which does not let it live.
+    """
+    index = device.index
+    if current_stream(index):
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    found = _counters.get(index)
+    if found is None:
+        found = torch.zeros(1, dtype=torch.int32, device=device)
+        if type(found) is torch.Tensor:  # no mode made something else of it
+            found = _counters.setdefault(index, found)
+    return found
+
 
 Allocation = tuple[Size, Size, torch.dtype]
 View = tuple[int, int, torch.dtype | None, tuple[Size, Size, int] | None]
@@ -45,13 +70,14 @@ Q, K, V, OUT, LSE, CAPTURES = range(6)
 class Launch:
     """One prepared call."""
 
-    __slots__ = ("args", "device", "fn", "lse", "out", "rest", "scratch", "views")
+    __slots__ = ("args", "counter", "device", "fn", "lse", "out", "rest", "scratch", "views")
 
     def __init__(self, fn: Callable[..., Any], device: int | None, out: Allocation, lse: Allocation, args: list[Any],
-                 scratch: list[tuple[int, Allocation]], views: list[View]) -> None:
+                 scratch: list[tuple[int, Allocation]], views: list[View], counter: int | None) -> None:
+        """scratch: arguments to allocate; counter: the argument that is a `counter`, if there is one."""
         self.fn, self.device, self.out, self.lse = fn, device, out, lse
-        self.args, self.scratch, self.views = args, scratch, views
-        self.rest: tuple[Any, ...] | None = None if views or scratch else tuple(args[5:])
+        self.args, self.scratch, self.views, self.counter = args, scratch, views, counter
+        self.rest: tuple[Any, ...] | None = None if views or scratch or counter is not None else tuple(args[5:])
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor]
@@ -65,6 +91,8 @@ class Launch:
         args[:5] = q, k, v, out, lse
         for place, allocation in self.scratch:
             args[place] = empty(*allocation)
+        if self.counter is not None:
+            args[self.counter] = counter(q.device)
         if self.views:
             sources = (q, k, v, out, lse, *captures)
             for place, source, dtype, geometry in self.views:

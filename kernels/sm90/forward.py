@@ -144,7 +144,7 @@ class ForwardKernel(Prepare):
         tiles: scratch for `list_tiles`.  seen: ``[B, 3]`` int32, scratch for the first key of each batch entry that is not padding, one past
         the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
-        share the keys of an item.  tickets: ``[1]`` int32, scratch.
+        share the keys of an item.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
         parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq, 2]``, float32: scratch for what each of
         them finds, its reference and its sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
@@ -165,12 +165,10 @@ class ForwardKernel(Prepare):
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
         edges = (band_lo, band_hi, chunk, chunk_offset)
         if const_expr(padding is not None):
-            self.seen_keys(padding, seen, tickets).launch(grid=[seen.shape[0], 1, 1], block=[SCAN, 1, 1], stream=stream)
+            self.seen_keys(padding, seen).launch(grid=[seen.shape[0], 1, 1], block=[SCAN, 1, 1], stream=stream)
         if const_expr(tiles is not None):
-            self.list_tiles(tiles, seen, dense, doc_q, doc_k, tickets, q.shape[2], k.shape[2], edges).launch(
+            self.list_tiles(tiles, seen, dense, doc_q, doc_k, q.shape[2], k.shape[2], edges).launch(
                 grid=[tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 1, 1], block=[SCAN, 1, 1], stream=stream)
-        elif const_expr(tickets is not None and padding is None):
-            self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
         if const_expr(vmean is not None):
             self.mean_values(v, vmean, seen, q.shape[2], edges).launch(
                 grid=[vmean.shape[1], vmean.shape[0], 1], block=[SCAN, 1, 1], stream=stream)
@@ -251,13 +249,18 @@ class ForwardKernel(Prepare):
         return word >> 1, (word & 1) != 0
 
     @cute.jit
-    def _draw(self, index, tickets):
-        """Index of the next item, in lane 0 of the load warp."""
+    def _draw(self, index, tickets, total):
+        """Index of the next item, in lane 0 of the load warp.
+
+        Each item is followed by one draw, the last of a block too, so a launch draws `total` times whatever its grid: the
+        counter, which starts again at 0 after `total` steps, ends as it began, and the next launch needs no other one.
+        """
         grid = cute.arch.grid_dim()[0]
         item = index + grid
         if const_expr(self.v.uneven):
             if cute.arch.lane_idx() == 0:
-                item = cute.arch.atomic_add(tickets.iterator, Int32(1)) + grid
+                item = grid + cute.arch.inline_ptx("atom.global.inc.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
+                                                   read_only_args=[tickets.iterator, total - 1])
         return item
 
     @cute.jit
@@ -423,7 +426,7 @@ class ForwardKernel(Prepare):
                     k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
                                                    k_stage, k_phase, k_bytes)
                 if i == cutlass.max(last - first - _DRAW, 0):
-                    drawn = self._draw(index, tickets)
+                    drawn = self._draw(index, tickets, total)
                 v_stage, v_phase = self._fetch(tma_v, v_g[None, before, hk, b], v_s, shared.v_full, shared.v_empty,
                                                v_stage, v_phase, v_bytes)
             following = self._begin(
