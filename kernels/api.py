@@ -370,7 +370,7 @@ def attention(
     if out is None:
         again = plan.memo.call(q, k, v, captures, ints)
         if again is not None:
-            return again
+            return again  # type: ignore[return-value]
     batch, heads, rows, dim = shape = q.shape
     _, kv_heads, keys, dim_v = v.shape
     dtype, device = q.dtype, q.device
@@ -448,11 +448,11 @@ def _run(
                 chunk, offset = max(1, _int(atom.size, ints)), _int(atom.offset, ints)
             elif isinstance(atom, KeyPadding):
                 source[0] = atom.capture
-                read[0] = _bytes(captures[atom.capture]).expand(batch, keys)
+                read[0] = _bool(captures[atom.capture]).expand(batch, keys)
                 read[1] = torch.empty((batch, 3), dtype=torch.int32, device=device)
             elif isinstance(atom, Dense):
                 source[2] = atom.capture
-                read[2] = _even(_bytes(captures[atom.capture]).expand(batch, heads, rows, keys))
+                read[2] = _even(_bool(captures[atom.capture]).expand(batch, heads, rows, keys))
             elif isinstance(atom, Documents):
                 source[3], source[4] = atom.q, atom.k
                 ids = torch.int64 if variant.documents == "int64" else torch.int32
@@ -477,7 +477,7 @@ def _run(
                 x = x if x.stride(3) == 1 else x.contiguous()
                 read[8 + n] = x.expand(batch, heads, 1, rows + keys - 1 + 2 * MARGIN)
                 continue
-            read[8 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
+            read[8 + n] = _even(x.expand(batch, heads, rows, keys))
         values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 
     size = (variant, batch, rows, keys, device.index)
@@ -530,11 +530,13 @@ def _keep(known: _Known, ints: Sequence[int], fn: Any, args: Sequence[Any], sour
         view = None if from_ is None else launch.view_of(place, x, from_, given[from_])
         if view is None:
             return
-        if place >= launch.CAPTURES or view[2:] != (None, None):
+        if place >= launch.CAPTURES or view[2] is not None:
             made.append(view)
-    memo.keep(q, k, v, captures, ints, launch.Launch(
-        fn, q.device.index, (tuple(out.shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype),
-        rest, scratch, made, counter))
+    no_lse = lse.new_empty((1, 1, 0))
+    if type(no_lse) is torch.Tensor:  # no mode made something else of it
+        memo.keep(q, k, v, captures, ints, launch.Launch(
+            fn, q.device.index, (tuple(out.shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype), no_lse,
+            rest, scratch, made, counter))
 
 
 def memo_of(record: Attention) -> launch.Memo | None:
@@ -604,10 +606,10 @@ def _no_keys(
     return out.fill_(0.0 if record.empty_rows == "zero" else float("nan")), lse.fill_(float("-inf"))
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def _bool(x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.bool:
         raise ValueError(f"a mask of dtype {x.dtype}; it must be bool")
-    return x.view(torch.uint8)
+    return x
 
 
 def _narrow(x: int) -> int:

@@ -46,6 +46,14 @@ def test_launches_share_a_counter(name: str) -> None:
     assert launcher.stats[-1].instructions["atom.global.inc.u32"] > 0
 
 
+@pytest.mark.parametrize("name", ["causal", "one row", "sink and padding"])
+def test_lse_may_be_left_out(name: str) -> None:
+    """The emulator refuses a store outside of a buffer, and this one has no byte."""
+    c = CASES[name]
+    outs = [run(c, Launcher(seed=c.seed, lse=lse))[0] for lse in (True, False)]
+    assert torch.equal(outs[0], outs[1])
+
+
 def test_products_and_copies_are_counted() -> None:
     """The plain case: one block of 192 rows, two tiles of 128 keys."""
     c = CASES["plain"]

@@ -136,8 +136,8 @@ class ForwardKernel(Prepare):
         blocks: Int32,
         stream: Any,
     ):
-        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; padding ``[B, Sk]``
-        and dense ``[B, Hq, Sq, Sk]`` bytes, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
+        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32, or of length 0 where it should be Sq: then it is not written; padding ``[B, Sk]``
+        and dense ``[B, Hq, Sq, Sk]`` bool, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
         ``[B, Hkv, Dv]`` float32 (scratch), c0 ... ``[B, Hq, Sq, Sk]`` or, by distance, ``[B, Hq, 1, Sq + Sk - 1 + 2 MARGIN]``; None where
         the variant does not use it.
 
@@ -164,6 +164,7 @@ class ForwardKernel(Prepare):
         tma_o, mo = cpasync.make_tiled_tma_atom(
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
         edges = (band_lo, band_hi, chunk, chunk_offset)
+        padding, dense = _bytes(padding), _bytes(dense)
         if const_expr(padding is not None):
             self.seen_keys(padding, seen).launch(grid=[seen.shape[0], 1, 1], block=[SCAN, 1, 1], stream=stream)
         if const_expr(tiles is not None):
@@ -172,7 +173,7 @@ class ForwardKernel(Prepare):
         if const_expr(vmean is not None):
             self.mean_values(v, vmean, seen, q.shape[2], edges).launch(
                 grid=[vmean.shape[1], vmean.shape[0], 1], block=[SCAN, 1, 1], stream=stream)
-        captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
+        captures, ints = tuple(_bytes(c) for c in (c0, c1, c2, c3)), (n0, n1, n2, n3)
         if const_expr(parts is not None):
             tma_o, mo = None, parts
         args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, section, tickets)
@@ -648,7 +649,7 @@ class ForwardKernel(Prepare):
                 warpgroup.wait_group(0)
             _arrive(shared.v_empty.data_ptr() + v_stage)
             v_stage, v_phase = self._advance(v_stage, v_phase)
-            self.normalise(o, row_max, row_sum, scale, fill, keys, rows, row0, column, this_h, this_b, group, lse, sink, vmean)
+            self.normalise(o, row_max, row_sum, scale, fill, keys, row0, column, this_h, this_b, group, lse, sink, vmean)
 
             if const_expr(v.split):
                 self.store_part(o, mo, this_b, this_h, row0, column, rows)
@@ -972,7 +973,7 @@ class ForwardKernel(Prepare):
                 read_only_args=[s[2 * e + 1], s[2 * e]])
 
     @cute.jit
-    def normalise(self, o, row_max, row_sum, scale, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean):
+    def normalise(self, o, row_max, row_sum, scale, fill, keys, row0, column, h, b, group, lse, sink, vmean):
         """Divide O by the row sums, add the sink, treat rows with every key masked, write the log-sum-exp."""
         v = self.v
         for r in cutlass.range_constexpr(2):
@@ -1002,11 +1003,18 @@ class ForwardKernel(Prepare):
                 for e in cutlass.range_constexpr(2):
                     o[4 * j + 2 * r + e] = o[4 * j + 2 * r + e] * inverse
             if column == 0:
-                if row < rows:
+                if row < lse.shape[2]:
                     if const_expr(v.split):
                         lse[b, h, row, 0], lse[b, h, row, 1] = top, total
                     else:
                         lse[b, h, row] = log_sum
+
+
+def _bytes(x: Any) -> Any:
+    """A tensor of bools, which torch hands over as such, as the bytes that they are in memory; all others as they come."""
+    if x is None or x.element_type is not Boolean:
+        return x
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint8), x.layout)
 
 
 def _row(size: int, r: int) -> list[int]:

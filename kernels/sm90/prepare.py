@@ -73,7 +73,7 @@ class Prepare:
                     weight = self._weight(parts_lse[i * batch + b, h, row, None], base)
                     found = found + weight * parts[i * batch + b, h, row, column]
                 out[b, h, row, column] = (found * inverse).to(out.element_type)
-        if cute.arch.thread_idx()[0] == 0:
+        if (cute.arch.thread_idx()[0] == 0) & (row < lse.shape[2]):
             lse[b, h, row] = base + cute.math.log2(total, fastmath=True) * (1.0 / LOG2E)
 
     def _weight(self, part: Any, base: Any) -> Any:

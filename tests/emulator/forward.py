@@ -119,12 +119,16 @@ class Launcher:
     """Multiprocessors that the schedule is made for."""
     counter: torch.Tensor = field(default_factory=lambda: on_device(torch.zeros(1, dtype=torch.int32)))
     """The counter of work items of all its launches; must be 0 after each."""
+    lse: bool = True
+    """Whether the kernels get memory for lse."""
 
     def kernel(self, variant: Forward) -> Callable[..., None]:
         return lambda *args: self.launch(variant, self.tamper(variant), args)
 
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
+        if not self.lse:
+            lse = torch.empty(1, 1, 0)
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
         *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, parts_lse, blocks = numbers
         memory = _Storage()
