@@ -492,12 +492,11 @@ def _run(
         chosen = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
     fn, section, blocks, shares = chosen
     tickets = launch.counter(device) if variant.uneven else None
-    parts = parts_lse = None
+    parts = None
     if shares > 1:
-        parts = torch.empty((shares * batch, heads, rows, dim_v), dtype=torch.float32, device=device)
-        parts_lse = torch.empty((shares * batch, heads, rows, 2), dtype=torch.float32, device=device)
+        parts = torch.empty((shares * batch, heads, rows, dim_v + 4), dtype=torch.float32, device=device)
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
-            section, tickets, parts, parts_lse, blocks)
+            section, tickets, parts, blocks)
     if device.index == launch.current_device():
         fn(*args)
     else:
@@ -550,8 +549,8 @@ _OPTIONAL = 8 + MAX_CAPTURES
 captures."""
 _TICKETS = _OPTIONAL + MAX_INTS + 7
 """The counter of work items, counted from the first after lse."""
-_SCRATCH = (1, 6, 7, _TICKETS + 1, _TICKETS + 2)
-"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, parts and their lse."""
+_SCRATCH = (1, 6, 7, _TICKETS + 1)
+"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, parts."""
 _ZEROS = [0] * MAX_INTS
 
 

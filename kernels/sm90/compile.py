@@ -44,7 +44,6 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
     """
     v = variant
     qkvo = [_tensor(v.dtype, 4, True, 16) for _ in range(4)]
-    parts = [_tensor("float32", 4, True, 16), _tensor("float32", 4, True, 4)] if v.split else [None, None]
     captures: list[Any] = [
         _tensor(x.dtype, 4, x.unit, itemsize(x.dtype) * (8 if x.wide else 2 if x.pairs else 1)) for x in v.captures]
     captures += [None] * (MAX_CAPTURES - len(captures))
@@ -63,7 +62,8 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
         *captures,
         *(Int32(0) for _ in range(MAX_INTS)),
         Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1),
-        _tensor("int32", 1, True, 4) if v.uneven else None, *parts, Int32(1),
+        _tensor("int32", 1, True, 4) if v.uneven else None,
+        _tensor("float32", 4, True, 16) if v.split else None, Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]
     with LOCK:

@@ -132,7 +132,6 @@ class ForwardKernel(Prepare):
         section: Int32,
         tickets: cute.Tensor | None,
         parts: cute.Tensor | None,
-        parts_lse: cute.Tensor | None,
         blocks: Int32,
         stream: Any,
     ):
@@ -145,8 +144,8 @@ class ForwardKernel(Prepare):
         the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
         share the keys of an item.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
-        parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq, 2]``, float32: scratch for what each of
-        them finds, its reference and its sum.
+        parts: ``[section * B, Hq, Sq, Dv + 4]`` float32, scratch for what each of them finds for a row, its reference and its
+        sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
         """
         tile = self.t
@@ -174,16 +173,24 @@ class ForwardKernel(Prepare):
             self.mean_values(v, vmean, seen, q.shape[2], edges).launch(
                 grid=[vmean.shape[1], vmean.shape[0], 1], block=[SCAN, 1, 1], stream=stream)
         captures, ints = tuple(_bytes(c) for c in (c0, c1, c2, c3)), (n0, n1, n2, n3)
+        given = lse
         if const_expr(parts is not None):
+            parts, given = self.halves(parts, out.shape[3])
             tma_o, mo = None, parts
         args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, section, tickets)
         self.kernel(
-            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse if const_expr(parts is None) else parts_lse, padding, *args,
+            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, given, padding, *args,
             lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
         if const_expr(parts is not None):
-            self.combine(parts, parts_lse, out, lse, section).launch(
+            self.combine(parts, given, out, lse, section).launch(
                 grid=[out.shape[2], out.shape[1], out.shape[0]], block=[COMBINE, 1, 1], stream=stream)
+
+    def halves(self, parts, dim_v):
+        """(``[section * B, Hq, Sq, Dv]``, ``[section * B, Hq, Sq, 2]``) of what is one tensor, so that it is one allocation."""
+        n, heads, rows, _ = parts.shape
+        layout = [cute.make_layout((n, heads, rows, Int32(each)), stride=parts.stride) for each in (dim_v, 2)]
+        return cute.make_tensor(parts.iterator, layout[0]), cute.make_tensor(parts.iterator + dim_v, layout[1])
 
     # ------------------------------------------------------------------ which tile, which keys
 

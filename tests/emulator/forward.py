@@ -130,7 +130,8 @@ class Launcher:
         if not self.lse:
             lse = torch.empty(1, 1, 0)
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, parts_lse, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, blocks = numbers
+        parts, parts_lse = (None, None) if parts is None else (parts[..., :v.shape[3]], parts[..., v.shape[3]:v.shape[3] + 2])
         memory = _Storage()
         dense, doc_q, doc_k, _, vmean, tiles, *_ = optional
         documents = [memory.tensor(x, unit) for x, unit in ((doc_q, ()), (doc_k, (1,))) if x is not None]
