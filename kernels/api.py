@@ -402,6 +402,7 @@ def attention(
         first, last = one_row.key_range(record, ints, keys)
         if first == last:
             return _no_keys(record, captures, out, lse)
+        whole = (q, out, lse) if fresh else None
         q, captures = one_row.pack(record, q, captures, keys, first, last)
         k, v = k[:, :, first:last], v[:, :, first:last]
         if out.is_contiguous():
@@ -410,7 +411,7 @@ def attention(
             target = torch.empty((batch, kv_heads, record.group, dim_v), dtype=dtype, device=device)
             known = None
         _run(_plans.get(id(plan.packed)) or _plan(plan.packed), q, k, v, captures, ints, target,
-             lse.view(batch, kv_heads, record.group), known)
+             lse.view(batch, kv_heads, record.group), known, whole)
         target = target.view(out.shape)
     else:
         _run(plan, q, k, v, captures, ints, target, lse, known)
@@ -426,8 +427,12 @@ _Known = tuple[launch.Memo, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 def _run(
     plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
     target: torch.Tensor, lse: torch.Tensor, known: _Known | None,
+    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Launch a kernel that writes `target` and `lse`; the tensors fit the plan's record, and there are rows and keys."""
+    """Launch a kernel that writes `target` and `lse`; the tensors fit the plan's record, and there are rows and keys.
+
+    whole: q, out and lse before heads were packed into rows, where the kernel may get those: it can do that by itself.
+    """
     record, device = plan.record, q.device
     batch, heads, rows, _ = q.shape
     keys, dim_v = v.shape[2:]
@@ -495,8 +500,11 @@ def _run(
     parts = None
     if shares > 1:
         parts = torch.empty((shares * batch, heads, rows, dim_v + 4), dtype=torch.float32, device=device)
+    pack = 1
+    if whole is not None:
+        pack, (q, target, lse) = rows, whole
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
-            section, tickets, parts, blocks)
+            section, tickets, parts, blocks, pack)
     if device.index == launch.current_device():
         fn(*args)
     else:

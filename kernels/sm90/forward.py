@@ -133,6 +133,7 @@ class ForwardKernel(Prepare):
         tickets: cute.Tensor | None,
         parts: cute.Tensor | None,
         blocks: Int32,
+        pack: Int32,
         stream: Any,
     ):
         """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32, or of length 0 where it should be Sq: then it is not written; padding ``[B, Sk]``
@@ -147,9 +148,11 @@ class ForwardKernel(Prepare):
         parts: ``[section * B, Hq, Sq, Dv + 4]`` float32, scratch for what each of them finds for a row, its reference and its
         sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
+        pack: so many query heads, of one row each, are taken for the rows of one head, in q, out and lse; else 1.
         """
         tile = self.t
         lq, lk, lv, lo = self._layouts()
+        q, out, lse = self.packed(q, pack, 8), self.packed(out, pack, 8), self.packed(lse, pack, 1)
 
         def view(x, order):
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
@@ -185,6 +188,16 @@ class ForwardKernel(Prepare):
         if const_expr(parts is not None):
             self.combine(parts, given, out, lse, section).launch(
                 grid=[out.shape[2], out.shape[1], out.shape[0]], block=[COMBINE, 1, 1], stream=stream)
+
+    def packed(self, x, pack, even):
+        """``[B, H / pack, Sq * pack, ...]`` of ``[B, H, Sq, ...]``; all strides but a last one are multiples of `even`."""
+        (b, h, s, *rest), (sb, sh, ss, *others) = x.shape, x.stride
+        if const_expr(not others):
+            # lse: heads of one row each follow each other
+            return cute.make_tensor(x.iterator, cute.make_layout((b, h // pack, s * pack), stride=(sb, sh * pack, ss)))
+        row = cute.assume(select_(pack == 1, ss, sh), divby=even)
+        return cute.make_tensor(x.iterator, cute.make_layout(
+            (b, h // pack, s * pack, *rest), stride=(sb, cute.assume(sh * pack, divby=even), row, *others)))
 
     def halves(self, parts, dim_v):
         """(``[section * B, Hq, Sq, Dv]``, ``[section * B, Hq, Sq, 2]``) of what is one tensor, so that it is one allocation."""

@@ -127,10 +127,9 @@ class Launcher:
 
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
-        if not self.lse:
-            lse = torch.empty(1, 1, 0)
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, blocks, pack = numbers
+        q, out, lse = (_packed(x, pack) for x in (q, out, lse if self.lse else torch.empty(1, pack, 0)))
         parts, parts_lse = (None, None) if parts is None else (parts[..., :v.shape[3]], parts[..., v.shape[3]:v.shape[3] + 2])
         memory = _Storage()
         dense, doc_q, doc_k, _, vmean, tiles, *_ = optional
@@ -172,6 +171,11 @@ class Launcher:
             finish = [fresh(parts, 3), fresh(parts_lse, 3), fresh(out, 3), fresh(lse, 2), section]
             _, stats = emulate(programs.after, (out.shape[2], out.shape[1], out.shape[0]), finish, seed=self.seed)
             self.stats.insert(-1, stats)
+
+
+def _packed(x: torch.Tensor, pack: int) -> torch.Tensor:
+    """What the kernel's host code makes of q, out and lse."""
+    return x if pack == 1 else x.unflatten(1, (-1, pack)).movedim(2, 3).flatten(2, 3)
 
 
 def boxes(v: Forward) -> list[tuple[int, int]]:
