@@ -370,7 +370,7 @@ def attention(
     if out is None:
         again = plan.memo.call(q, k, v, captures, ints)
         if again is not None:
-            return again
+            return again  # type: ignore[return-value]
     batch, heads, rows, dim = shape = q.shape
     _, kv_heads, keys, dim_v = v.shape
     dtype, device = q.dtype, q.device
@@ -402,6 +402,7 @@ def attention(
         first, last = one_row.key_range(record, ints, keys)
         if first == last:
             return _no_keys(record, captures, out, lse)
+        whole = (q, out, lse) if fresh else None
         q, captures = one_row.pack(record, q, captures, keys, first, last)
         k, v = k[:, :, first:last], v[:, :, first:last]
         if out.is_contiguous():
@@ -410,7 +411,7 @@ def attention(
             target = torch.empty((batch, kv_heads, record.group, dim_v), dtype=dtype, device=device)
             known = None
         _run(_plans.get(id(plan.packed)) or _plan(plan.packed), q, k, v, captures, ints, target,
-             lse.view(batch, kv_heads, record.group), known)
+             lse.view(batch, kv_heads, record.group), known, whole)
         target = target.view(out.shape)
     else:
         _run(plan, q, k, v, captures, ints, target, lse, known)
@@ -426,8 +427,12 @@ _Known = tuple[launch.Memo, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 def _run(
     plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
     target: torch.Tensor, lse: torch.Tensor, known: _Known | None,
+    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Launch a kernel that writes `target` and `lse`; the tensors fit the plan's record, and there are rows and keys."""
+    """Launch a kernel that writes `target` and `lse`; the tensors fit the plan's record, and there are rows and keys.
+
+    whole: q, out and lse before heads were packed into rows, where the kernel may get those: it can do that by itself.
+    """
     record, device = plan.record, q.device
     batch, heads, rows, _ = q.shape
     keys, dim_v = v.shape[2:]
@@ -448,11 +453,11 @@ def _run(
                 chunk, offset = max(1, _int(atom.size, ints)), _int(atom.offset, ints)
             elif isinstance(atom, KeyPadding):
                 source[0] = atom.capture
-                read[0] = _bytes(captures[atom.capture]).expand(batch, keys)
+                read[0] = _bool(captures[atom.capture]).expand(batch, keys)
                 read[1] = torch.empty((batch, 3), dtype=torch.int32, device=device)
             elif isinstance(atom, Dense):
                 source[2] = atom.capture
-                read[2] = _even(_bytes(captures[atom.capture]).expand(batch, heads, rows, keys))
+                read[2] = _even(_bool(captures[atom.capture]).expand(batch, heads, rows, keys))
             elif isinstance(atom, Documents):
                 source[3], source[4] = atom.q, atom.k
                 ids = torch.int64 if variant.documents == "int64" else torch.int32
@@ -477,7 +482,7 @@ def _run(
                 x = x if x.stride(3) == 1 else x.contiguous()
                 read[8 + n] = x.expand(batch, heads, 1, rows + keys - 1 + 2 * MARGIN)
                 continue
-            read[8 + n] = _even((_bytes(x) if x.dtype == torch.bool else x).expand(batch, heads, rows, keys))
+            read[8 + n] = _even(x.expand(batch, heads, rows, keys))
         values = [_narrow(ints[i]) for i in plan.syms] + [0] * (MAX_INTS - len(plan.syms))
 
     size = (variant, batch, rows, keys, device.index)
@@ -491,13 +496,15 @@ def _run(
             plan.launches.clear()
         chosen = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
     fn, section, blocks, shares = chosen
-    tickets = torch.empty(1, dtype=torch.int32, device=device) if variant.uneven else None
-    parts = parts_lse = None
+    tickets = launch.counter(device) if variant.uneven else None
+    parts = None
     if shares > 1:
-        parts = torch.empty((shares * batch, heads, rows, dim_v), dtype=torch.float32, device=device)
-        parts_lse = torch.empty((shares * batch, heads, rows, 2), dtype=torch.float32, device=device)
+        parts = torch.empty((shares * batch, heads, rows, dim_v + 4), dtype=torch.float32, device=device)
+    pack = 1
+    if whole is not None:
+        pack, (q, target, lse) = rows, whole
     args = (_ready(q), _ready(k), _ready(v), target, lse, *read, *values, plan.scale, plan.fill, lo, hi, chunk, offset,
-            section, tickets, parts, parts_lse, blocks)
+            section, tickets, parts, blocks, pack)
     if device.index == launch.current_device():
         fn(*args)
     else:
@@ -514,11 +521,15 @@ def _keep(known: _Known, ints: Sequence[int], fn: Any, args: Sequence[Any], sour
     made: list[launch.View] = []
     rest: list[Any] = list(args)
     scratch: list[tuple[int, launch.Allocation]] = []
+    counter: int | None = None
     for place, x in enumerate(args):
         if not isinstance(x, torch.Tensor):
             continue
         rest[place] = None  # or the memory of this call would be held
         i = place - launch.CAPTURES
+        if i == _TICKETS:
+            counter = place
+            continue
         if i in _SCRATCH:
             scratch.append((place, (tuple(x.shape), x.stride(), x.dtype)))
             continue
@@ -526,11 +537,13 @@ def _keep(known: _Known, ints: Sequence[int], fn: Any, args: Sequence[Any], sour
         view = None if from_ is None else launch.view_of(place, x, from_, given[from_])
         if view is None:
             return
-        if place >= launch.CAPTURES or view[2:] != (None, None):
+        if place >= launch.CAPTURES or view[2] is not None:
             made.append(view)
-    memo.keep(q, k, v, captures, ints, launch.Launch(
-        fn, q.device.index, (tuple(out.shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype),
-        rest, scratch, made))
+    no_lse = lse.new_empty((1, 1, 0))
+    if type(no_lse) is torch.Tensor:  # no mode made something else of it
+        memo.keep(q, k, v, captures, ints, launch.Launch(
+            fn, q.device.index, (tuple(out.shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype), no_lse,
+            rest, scratch, made, counter))
 
 
 def memo_of(record: Attention) -> launch.Memo | None:
@@ -543,9 +556,9 @@ _OPTIONAL = 8 + MAX_CAPTURES
 """Tensor arguments of the kernel after q, k, v, out and lse: padding, seen, dense, doc_q, doc_k, sink, vmean, tiles,
 captures."""
 _TICKETS = _OPTIONAL + MAX_INTS + 7
-_SCRATCH = (1, 6, 7, _TICKETS, _TICKETS + 1, _TICKETS + 2)
-"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, tickets, parts and their
-lse."""
+"""The counter of work items, counted from the first after lse."""
+_SCRATCH = (1, 6, 7, _TICKETS + 1)
+"""Those that a kernel gets as memory to write to, counted from the first after lse: seen, vmean, tiles, parts."""
 _ZEROS = [0] * MAX_INTS
 
 
@@ -600,10 +613,10 @@ def _no_keys(
     return out.fill_(0.0 if record.empty_rows == "zero" else float("nan")), lse.fill_(float("-inf"))
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def _bool(x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.bool:
         raise ValueError(f"a mask of dtype {x.dtype}; it must be bool")
-    return x.view(torch.uint8)
+    return x
 
 
 def _narrow(x: int) -> int:

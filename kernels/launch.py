@@ -34,45 +34,87 @@ empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _em
 """(size, stride, dtype) -> uninitialised tensor on the current device, past the dispatcher, as Inductor allocates."""
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Index of the current device, without the checks of `torch.cuda.current_device`: a tensor on the device is at hand."""
+current_stream: Callable[..., int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+"""Handle of the current stream of a device, by the device's index; that of its default stream is 0."""
+_counters: dict[int | None, torch.Tensor] = {}
+"""Of the default streams, by index of their device; held for good."""
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """``[1]`` int32, 0 when the next launch on the current stream of the device begins; the kernel leaves it 0.
+
+    All launches on the default stream share one: they run one after another, and none can be part of a CUDA graph, since
+    that stream cannot be captured.  On any other stream each has its own.  A graph may be replayed beside anything; work
+    of a destroyed stream may still run when a new one gets its handle; and what is allocated there may belong to the
+    pool of a graph that is about to be captured, which does not let it live.
+    """
+    index = device.index
+    if current_stream(index):
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    found = _counters.get(index)
+    if found is None:
+        found = torch.zeros(1, dtype=torch.int32, device=device)
+        if type(found) is torch.Tensor:  # no mode made something else of it
+            found = _counters.setdefault(index, found)
+    return found
+
 
 Allocation = tuple[Size, Size, torch.dtype]
-View = tuple[int, int, torch.dtype | None, tuple[Size, Size, int] | None]
-"""(argument, source, dtype to view it as first, size and stride and offset from the source's); sources are q, k, v, out,
-lse and then the captures."""
+View = tuple[int, int, tuple[Size, Size, int] | None]
+"""(argument, source, size and stride and offset from the source's); sources are q, k, v, out, lse and then the captures."""
 Q, K, V, OUT, LSE, CAPTURES = range(6)
 
 
 class Launch:
     """One prepared call."""
 
-    __slots__ = ("args", "device", "fn", "lse", "out", "rest", "scratch", "views")
+    __slots__ = ("args", "counter", "device", "fn", "lse", "no_lse", "out", "rest", "scratch", "views")
 
-    def __init__(self, fn: Callable[..., Any], device: int | None, out: Allocation, lse: Allocation, args: list[Any],
-                 scratch: list[tuple[int, Allocation]], views: list[View]) -> None:
-        self.fn, self.device, self.out, self.lse = fn, device, out, lse
-        self.args, self.scratch, self.views = args, scratch, views
-        self.rest: tuple[Any, ...] | None = None if views or scratch else tuple(args[5:])
+    def __init__(self, fn: Callable[..., Any], device: int | None, out: Allocation, lse: Allocation, no_lse: torch.Tensor,
+                 args: list[Any], scratch: list[tuple[int, Allocation]], views: list[View], counter: int | None) -> None:
+        """no_lse: what the kernel gets where lse is not wanted; scratch: arguments to allocate; counter: the argument that is
+        a `counter`, if there is one."""
+        self.fn, self.device, self.out, self.lse, self.no_lse = fn, device, out, lse, no_lse
+        self.args, self.scratch, self.views, self.counter = args, scratch, views, counter
+        self.rest: tuple[Any, ...] | None = None
+        """What follows lse, where nothing of it is of one call only: on the default stream."""
+        self._bind()
+
+    def _bind(self) -> None:
+        if self.views or self.scratch:
+            return
+        if self.counter is not None:
+            shared = _counters.get(self.device)
+            if shared is None:
+                return
+            self.args[self.counter] = shared
+        self.rest = tuple(self.args[5:])
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], with_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out and lse; the caller has compared everything that this depends on, the current device included."""
-        out, lse = empty(*self.out), empty(*self.lse)
-        if self.rest is not None:
-            self.fn(q, k, v, out, lse, *self.rest)
+        out, lse = empty(*self.out), empty(*self.lse) if with_lse else None
+        if self.rest is not None and (self.counter is None or not current_stream(self.device)):
+            self.fn(q, k, v, out, self.no_lse if lse is None else lse, *self.rest)
             return out, lse
         args = self.args.copy()
         args[:5] = q, k, v, out, lse
         for place, allocation in self.scratch:
             args[place] = empty(*allocation)
-        if self.views:
-            sources = (q, k, v, out, lse, *captures)
-            for place, source, dtype, geometry in self.views:
-                x = sources[source]
-                if dtype is not None:
-                    x = x.view(dtype)
+        if self.counter is not None:
+            args[self.counter] = counter(q.device)
+        sources = (q, k, v, out, lse, *captures)
+        for place, source, geometry in self.views:
+            x = sources[source]
+            if x is not None:
                 args[place] = x if geometry is None else reinterpret(x, *geometry)
+        if lse is None:
+            args[LSE] = self.no_lse
         self.fn(*args)
+        if self.rest is None:
+            self._bind()
         return out, lse
 
 
@@ -104,23 +146,25 @@ class Memo:
         """The latest one, behind a comparison of the tensors in C++; with the integers and the captures' alignment."""
 
     def call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
+        with_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """out and lse as from an earlier call that was like this one; None, and nothing done, when there was none."""
         last = self.last  # read once: another thread may replace it
         if last is not None:
             same, numbers, places, found = last
-            if (len(captures) == len(places) and same(q, k, v, *captures) and tuple(ints) == numbers
+            if ((len(captures) == len(places) and same(q, k, v, *captures) and [x.data_ptr() & 15 for x in captures] == places
+                 if captures else not places and same(q, k, v))
+                    and (tuple(ints) == numbers if ints else not numbers)
                     and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-                    and (not captures or [x.data_ptr() & 15 for x in captures] == places)
                     and current_device() == found.device):
-                return found(q, k, v, captures)
+                return found(q, k, v, captures, with_lse)
         key = describe(q, k, v, captures, ints)
         found = None if key is None else self.known.get(key)
         if found is None or current_device() != found.device:
             return None
         self._latest(q, k, v, captures, ints, found)
-        return found(q, k, v, captures)
+        return found(q, k, v, captures, with_lse)
 
     def keep(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Sequence[torch.Tensor], ints: Sequence[int],
@@ -151,10 +195,8 @@ class Memo:
 def view_of(place: int, x: torch.Tensor, source: int, of: torch.Tensor) -> View | None:
     """How argument ``place`` is made of a source, None when it does not share its memory."""
     if x is of:
-        return place, source, None, None
-    if (x.element_size() != of.element_size() or x.device != of.device
-            or x.untyped_storage().data_ptr() != of.untyped_storage().data_ptr()):
+        return place, source, None
+    if x.dtype != of.dtype or x.device != of.device or x.untyped_storage().data_ptr() != of.untyped_storage().data_ptr():
         return None
     same = x.shape == of.shape and x.stride() == of.stride() and x.storage_offset() == of.storage_offset()
-    geometry: tuple[Size, Size, int] | None = None if same else (tuple(x.shape), x.stride(), int(x.storage_offset() - of.storage_offset()))
-    return place, source, None if x.dtype == of.dtype else x.dtype, geometry
+    return place, source, None if same else (tuple(x.shape), x.stride(), int(x.storage_offset() - of.storage_offset()))

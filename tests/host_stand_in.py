@@ -40,6 +40,7 @@ def stand_in(kernel: Callable[[Forward], Callable[..., Any]], device: str = "cpu
         patch.object(api, "_kernel", kernel),
         patch.object(api, "_sm_count", lambda index: SMS),
         patch.object(launch, "current_device", lambda: None),
+        patch.object(launch, "current_stream", lambda index: 0),
         patch.object(launch, "empty", allocate),
         patch.object(dispatch, "_choose", choose),
     ):

@@ -34,6 +34,26 @@ def test_forward(name: str) -> None:
     assert stats.instructions["wgmma.fence.sync.aligned"] > 0
 
 
+@pytest.mark.parametrize("name", ["causal", "persistent causal", "causal one item", "persistent padding", "mask of tiles",
+                                  "split beyond", "split causal"])
+def test_launches_share_a_counter(name: str) -> None:
+    """Each leaves the counter of work items as it found it, so that the next one draws the same items."""
+    c = CASES[name]
+    launcher = Launcher(seed=c.seed)
+    first, second = run(c, launcher), run(c, launcher)
+    assert int(launcher.counter) == 0 and not verdict(c, second[2], *second[:2])[0]
+    assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(first[:2], second[:2], strict=True))
+    assert launcher.stats[-1].instructions["atom.global.inc.u32"] > 0
+
+
+@pytest.mark.parametrize("name", ["causal", "one row", "sink and padding"])
+def test_lse_may_be_left_out(name: str) -> None:
+    """The emulator refuses a store outside of a buffer, and this one has no byte."""
+    c = CASES[name]
+    outs = [run(c, Launcher(seed=c.seed, lse=lse))[0] for lse in (True, False)]
+    assert torch.equal(outs[0], outs[1])
+
+
 def test_products_and_copies_are_counted() -> None:
     """The plain case: one block of 192 rows, two tiles of 128 keys."""
     c = CASES["plain"]

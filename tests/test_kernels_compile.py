@@ -155,6 +155,43 @@ def test_every_tile_is_done_once(plain_ints, monkeypatch: pytest.MonkeyPatch, ba
                 assert [m for m, _, _ in part] == sorted((m for m, _, _ in part), reverse=True)
 
 
+class Traced:
+    """A tensor as the kernel's host code sees it: where it begins, in elements, lengths and strides."""
+
+    def __init__(self, iterator: int, shape: tuple[int, ...], stride: tuple[int, ...]):
+        self.iterator, self.shape, self.stride = iterator, shape, stride
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Traced:
+        return Traced(x.storage_offset(), tuple(x.shape), x.stride())
+
+    def same(self, x: torch.Tensor) -> bool:
+        # The stride of a dim of size 1 means nothing.
+        strides = [(a, b) for a, b, n in zip(self.stride, x.stride(), x.shape, strict=True) if n > 1]
+        return (self.iterator, self.shape) == (x.storage_offset(), tuple(x.shape)) and all(a == b for a, b in strides)
+
+
+def test_views_made_by_the_host_code_are_torchs(plain_ints, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fa_inductor.kernels.sm90 import forward
+
+    monkeypatch.setattr(forward, "cute", SimpleNamespace(
+        make_layout=lambda shape, stride: (shape, stride), assume=lambda x, divby: (x, pytest.fail(f"{x}") if x % divby else x)[1],
+        make_tensor=lambda iterator, layout: Traced(iterator, *layout)))
+    for batch, kv, group, d in product((1, 3), (1, 2), (1, 4), (64, 96)):
+        heads = kv * group
+        base = torch.empty(batch, 3, heads, d)
+        many, rows = base.transpose(1, 2), base[:, 1:2].transpose(1, 2)
+        assert plain_ints.packed(Traced.of(many), 1, 8).same(many)
+        for x, even in ((rows, 8), (torch.empty(batch, heads, 1, d), 8), (torch.empty(batch, heads, 1), 1)):
+            want = x.squeeze(2).unflatten(1, (kv, group))
+            assert plain_ints.packed(Traced.of(x), group, even).same(want if group > 1 else x)
+        nothing = plain_ints.packed(Traced.of(torch.empty(1, 1, 0)), group, 1)
+        assert nothing.shape[2] == 0
+        parts = torch.empty(5 * batch, heads, 7, d + 4)
+        found, sums = plain_ints.halves(Traced.of(parts), d)
+        assert found.same(parts[..., :d]) and sums.same(parts[..., d:d + 2])
+
+
 def test_shares_of_a_split_row_cover_its_keys(plain_ints) -> None:
     kernel = plain_ints
     for rows, keys, batch, sms in product((1, 200), (1, 1000, 4097, 70_000), (1, 3), (5, 132)):

@@ -171,6 +171,7 @@ SOME: dict[str, tuple[Attention, Given]] = {
     "a sink": (PLAIN.with_(sink=0), qkv([torch.zeros(4)])),
     "one row": (GROUPED, few()),
     "one row, window": (GROUPED.with_(mask=(Band(100, 3000),)), few()),
+    "split, causal": (CAUSAL, (tensor(7), tensor(4096), tensor(4096), [], [])),
     "split": (PLAIN, (tensor(7), tensor(4096), tensor(4096), [], [])),
     "heads first": (PLAIN.with_(layout="bhsd"), qkv(q=tensor(96, order="bhsd"))),
     "slices of one tensor": (PLAIN, qkv(**{name: x.transpose(1, 2) for name, x in zip(
@@ -247,6 +248,49 @@ def test_another_current_device(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> No
     assert memo.call(*given) is None
 
 
+def counters(spy: Spy, record: Attention, given: Given) -> list[Tensor]:
+    """What four calls pass as the counter of work items: the first is worked out, the others are held."""
+    api._plans.clear()
+    spy.calls.clear()
+    for _ in range(4):
+        api.attention(*given[:3], record, *given[3:])
+    return [args[launch.CAPTURES + api._TICKETS] for _, args in spy.calls]
+
+
+@pytest.mark.parametrize("name", ["causal", "padding", "a mask", "split, causal"])
+def test_launches_on_the_default_stream_share_a_counter(spy: Spy, name: str) -> None:
+    found = [x for _ in range(2) for x in counters(spy, *SOME[name])]
+    assert all(x is found[0] for x in found)
+    assert found[0].dtype == torch.int32 and found[0].tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["causal", "padding", "a mask", "split, causal"])
+def test_a_counter_of_another_stream_is_of_one_launch(spy: Spy, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = counters(spy, *SOME[name])[0]
+    monkeypatch.setattr(launch, "current_stream", lambda index: 2)
+    found = counters(spy, *SOME[name])
+    assert len({x.data_ptr() for x in (shared, *found)}) == 5 and all(x.tolist() == [0] for x in found)
+    for x in found:
+        x.fill_(3)  # a launch that is still under way
+    api.attention(*SOME[name][1][:3], SOME[name][0], *SOME[name][1][3:])
+    assert spy.calls[-1][1][launch.CAPTURES + api._TICKETS].tolist() == [0]
+    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    assert all(x is shared for x in counters(spy, *SOME[name]))
+
+
+def test_no_counter_where_items_cost_the_same(spy: Spy) -> None:
+    assert counters(spy, *SOME["plain"]) == [None] * 4
+
+
+def test_a_counter_of_another_kind_of_tensor_is_not_held(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    monkeypatch.setattr(launch, "_counters", {})
+    with FakeTensorMode():
+        assert isinstance(launch.counter(torch.device("cpu")), FakeTensor)
+    assert type(launch.counter(torch.device("cpu"))) is Tensor
+
+
 def test_results_of_the_caller_are_no_model_for_later_calls(spy: Spy) -> None:
     api._plans.clear()
     q, k, v, _, _ = qkv()
@@ -264,7 +308,8 @@ def test_nothing_of_a_call_is_kept_alive(spy: Spy) -> None:
         captures = [x.clone() for x in captures]
         out, lse = api.attention(q, k, v, record, captures, ints)
         assert api._plans[id(record)].memo.known
-        watched = [weakref.ref(x) for x in (q, k, v, out, lse, *captures, *(x for x in spy.calls[-1][1] if isinstance(x, Tensor)))]
+        passed_on = (x for i, x in enumerate(spy.calls[-1][1]) if isinstance(x, Tensor) and i != launch.CAPTURES + api._TICKETS)
+        watched = [weakref.ref(x) for x in (q, k, v, out, lse, *captures, *passed_on)]
         del q, k, v, out, lse, captures
         spy.calls.clear()
         gc.collect()

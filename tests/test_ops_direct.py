@@ -51,7 +51,8 @@ class Kernel:
                 seen = seen & (args[PADDING] != 0)[:, None, None, :]
             s = s.masked_fill(~seen, -math.inf)
             out.copy_(torch.softmax(s, -1) @ v.float().repeat_interleave(group, 1))
-            lse.copy_(torch.logsumexp(s, -1))
+            if lse.shape[2]:
+                lse.copy_(torch.logsumexp(s, -1))
 
         return run
 
@@ -176,6 +177,40 @@ def test_generated_code(kernel: Kernel) -> None:
         _, (code,) = run_and_get_code(torch.compile(causal), *operands())
     assert code.count("= fa_inductor_attention(") == 3 and code.count("import attention as fa_inductor_attention") == 1
     assert "torch.ops.fa_inductor.attention.default(" not in code
+    calls = [line for line in code.splitlines() if "= fa_inductor_attention(" in line]
+    assert all(line.endswith(", False)") for line in calls)  # nothing reads lse
+
+
+def test_lse_is_made_where_it_is_read(kernel: Kernel, operator: list[str]) -> None:
+    text = CAUSAL.to_string()
+
+    def code(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.fa_inductor.attention(q, k, v, [], [], text, "read")
+        return torch.ops.fa_inductor.attention(out, k, v, [], [], text, "not read")[0] + 1, lse * 2
+
+    from fa_inductor.ops.generated import install
+
+    install()
+    args = operands()
+    with torch.no_grad():
+        torch._dynamo.reset()
+        model: Any = torch.compile(code)
+        for _ in range(3):
+            for x, y in zip(model(*args), code(*args), strict=True):
+                close(x, y)
+        _, (written,) = run_and_get_code(torch.compile(code), *args)
+    assert written.count("'read')") == 1 and written.count("'not read', False)") == 1
+
+
+def test_a_result_without_lse(kernel: Kernel) -> None:
+    args = operands()
+    out, lse = call(args)
+    for _ in range(3):
+        got, none = direct.attention(*args, [], [], CAUSAL.to_string(), "b", False)
+        assert none is None and torch.equal(got, out)
+        got, again = call(args)
+        assert again is not None and torch.equal(got, out) and torch.equal(again, lse)
+    assert kernel.launches == 7
 
 
 def test_in_a_branch_of_a_condition(kernel: Kernel, operator: list[str]) -> None:

@@ -27,13 +27,15 @@ _modes = torch._C._len_torch_dispatch_stack
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], ints: Sequence[int], record: str, block: str
-) -> tuple[Tensor, Tensor]:
-    """The operator of this name, in code where nothing is differentiated any more; arguments and results are the same."""
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], ints: Sequence[int], record: str, block: str,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The operator of this name, in code where nothing is differentiated any more; arguments and results are the same, but
+    that lse may be None where it is not wanted."""
     memo = _memos.get(record)
     if memo is not None and block in _seen and not _broken and not _modes() and _values["backend"] in ("auto", "kernels"):
         try:
-            found = memo.call(q, k, v, captures, ints)
+            found = memo.call(q, k, v, captures, ints, with_lse)
         except Exception:  # dispatching it says what is wrong, and what runs instead
             _memos.pop(record, None)
         else:

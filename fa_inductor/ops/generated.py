@@ -1,6 +1,7 @@
 """How Inductor writes a call of ``fa_inductor::attention`` into the Python code that it generates.
 
-As of any custom operator, but of another name: `direct.attention` takes the same arguments and saves the dispatcher.
+As of any custom operator, but of another name: `direct.attention` takes the same arguments, and whether lse is wanted, and saves
+the dispatcher.
 Code for C++ (``cpp_wrapper``, AOTInductor) calls the operator.
 """
 from __future__ import annotations
@@ -32,6 +33,12 @@ def install() -> None:
                 root.add_import_once(IMPORT)
                 self.python_kernel_name = NAME
             super().codegen(wrapper)
+
+        def codegen_args(self) -> list[str]:
+            args = super().codegen_args()
+            if self.python_kernel_name == NAME and self.outputs[1].get_name() in V.graph.removed_buffers:
+                args.append("False")  # nothing reads lse
+            return args
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         results = DirectCall.create(attention, *args, **kwargs)

@@ -133,25 +133,27 @@ class ForwardKernel(Prepare):
         section: Int32,
         tickets: cute.Tensor | None,
         parts: cute.Tensor | None,
-        parts_lse: cute.Tensor | None,
         blocks: Int32,
+        pack: Int32,
         stream: Any,
     ):
-        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32; padding ``[B, Sk]``
-        and dense ``[B, Hq, Sq, Sk]`` bytes, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
+        """Launch.  q, out ``[B, Hq, Sq, D]``, k, v ``[B, Hkv, Sk, D]``, lse ``[B, Hq, Sq]`` float32, or of length 0 where it should be Sq: then it is not written; padding ``[B, Sk]``
+        and dense ``[B, Hq, Sq, Sk]`` bool, doc_q ``[B, Sq]`` and doc_k ``[B, Sk]`` int32 or int64, sink ``[Hq]``, vmean
         ``[B, Hkv, Dv]`` float32 (scratch), c0 ... ``[B, Hq, Sq, Sk]`` or, by distance, ``[B, Hq, 1, Sq + Sk - 1 + 2 MARGIN]``; None where
         the variant does not use it.
 
         tiles: scratch for `list_tiles`.  seen: ``[B, 3]`` int32, scratch for the first key of each batch entry that is not padding, one past
         the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
-        share the keys of an item.  tickets: ``[1]`` int32, scratch.
-        parts ``[section * B, Hq, Sq, Dv]`` and parts_lse ``[section * B, Hq, Sq, 2]``, float32: scratch for what each of
-        them finds, its reference and its sum.
+        share the keys of an item.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
+        parts: ``[section * B, Hq, Sq, Dv + 4]`` float32, scratch for what each of them finds for a row, its reference and its
+        sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
+        pack: so many query heads, of one row each, are taken for the rows of one head, in q, out and lse; else 1.
         """
         tile = self.t
         lq, lk, lv, lo = self._layouts()
+        q, out, lse = self.packed(q, pack, 8), self.packed(out, pack, 8), self.packed(lse, pack, 1)
 
         def view(x, order):
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
@@ -165,27 +167,44 @@ class ForwardKernel(Prepare):
         tma_o, mo = cpasync.make_tiled_tma_atom(
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
         edges = (band_lo, band_hi, chunk, chunk_offset)
+        padding, dense = _bytes(padding), _bytes(dense)
         if const_expr(padding is not None):
-            self.seen_keys(padding, seen, tickets).launch(grid=[seen.shape[0], 1, 1], block=[SCAN, 1, 1], stream=stream)
+            self.seen_keys(padding, seen).launch(grid=[seen.shape[0], 1, 1], block=[SCAN, 1, 1], stream=stream)
         if const_expr(tiles is not None):
-            self.list_tiles(tiles, seen, dense, doc_q, doc_k, tickets, q.shape[2], k.shape[2], edges).launch(
+            self.list_tiles(tiles, seen, dense, doc_q, doc_k, q.shape[2], k.shape[2], edges).launch(
                 grid=[tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 1, 1], block=[SCAN, 1, 1], stream=stream)
-        elif const_expr(tickets is not None and padding is None):
-            self.clear(tickets).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
         if const_expr(vmean is not None):
             self.mean_values(v, vmean, seen, q.shape[2], edges).launch(
                 grid=[vmean.shape[1], vmean.shape[0], 1], block=[SCAN, 1, 1], stream=stream)
-        captures, ints = (c0, c1, c2, c3), (n0, n1, n2, n3)
+        captures, ints = tuple(_bytes(c) for c in (c0, c1, c2, c3)), (n0, n1, n2, n3)
+        given = lse
         if const_expr(parts is not None):
+            parts, given = self.halves(parts, out.shape[3])
             tma_o, mo = None, parts
         args = (seen, dense, doc_q, doc_k, sink, vmean, tiles, captures, ints, scale, fill, edges, section, tickets)
         self.kernel(
-            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, lse if const_expr(parts is None) else parts_lse, padding, *args,
+            tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, given, padding, *args,
             lq, lk, lv, lo,
         ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
         if const_expr(parts is not None):
-            self.combine(parts, parts_lse, out, lse, section).launch(
+            self.combine(parts, given, out, lse, section).launch(
                 grid=[out.shape[2], out.shape[1], out.shape[0]], block=[COMBINE, 1, 1], stream=stream)
+
+    def packed(self, x, pack, even):
+        """``[B, H / pack, Sq * pack, ...]`` of ``[B, H, Sq, ...]``; all strides but a last one are multiples of `even`."""
+        (b, h, s, *rest), (sb, sh, ss, *others) = x.shape, x.stride
+        if const_expr(not others):
+            # lse: heads of one row each follow each other
+            return cute.make_tensor(x.iterator, cute.make_layout((b, h // pack, s * pack), stride=(sb, sh * pack, ss)))
+        row = cute.assume(select_(pack == 1, ss, sh), divby=even)
+        return cute.make_tensor(x.iterator, cute.make_layout(
+            (b, h // pack, s * pack, *rest), stride=(sb, cute.assume(sh * pack, divby=even), row, *others)))
+
+    def halves(self, parts, dim_v):
+        """(``[section * B, Hq, Sq, Dv]``, ``[section * B, Hq, Sq, 2]``) of what is one tensor, so that it is one allocation."""
+        n, heads, rows, _ = parts.shape
+        layout = [cute.make_layout((n, heads, rows, Int32(each)), stride=parts.stride) for each in (dim_v, 2)]
+        return cute.make_tensor(parts.iterator, layout[0]), cute.make_tensor(parts.iterator + dim_v, layout[1])
 
     # ------------------------------------------------------------------ which tile, which keys
 
@@ -252,13 +271,18 @@ class ForwardKernel(Prepare):
         return word >> 1, (word & 1) != 0
 
     @cute.jit
-    def _draw(self, index, tickets):
-        """Index of the next item, in lane 0 of the load warp."""
+    def _draw(self, index, tickets, total):
+        """Index of the next item, in lane 0 of the load warp.
+
+        Each item is followed by one draw, the last of a block too, so a launch draws `total` times whatever its grid: the
+        counter, which starts again at 0 after `total` steps, ends as it began, and the next launch needs no other one.
+        """
         grid = cute.arch.grid_dim()[0]
         item = index + grid
         if const_expr(self.v.uneven):
             if cute.arch.lane_idx() == 0:
-                item = cute.arch.atomic_add(tickets.iterator, Int32(1)) + grid
+                item = grid + cute.arch.inline_ptx("atom.global.inc.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
+                                                   read_only_args=[tickets.iterator, total - 1])
         return item
 
     @cute.jit
@@ -424,7 +448,7 @@ class ForwardKernel(Prepare):
                     k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
                                                    k_stage, k_phase, k_bytes)
                 if i == cutlass.max(last - first - _DRAW, 0):
-                    drawn = self._draw(index, tickets)
+                    drawn = self._draw(index, tickets, total)
                 v_stage, v_phase = self._fetch(tma_v, v_g[None, before, hk, b], v_s, shared.v_full, shared.v_empty,
                                                v_stage, v_phase, v_bytes)
             following = self._begin(
@@ -648,7 +672,7 @@ class ForwardKernel(Prepare):
                 warpgroup.wait_group(0)
             _arrive(shared.v_empty.data_ptr() + v_stage)
             v_stage, v_phase = self._advance(v_stage, v_phase)
-            self.normalise(o, row_max, row_sum, scale, fill, keys, rows, row0, column, this_h, this_b, group, lse, sink, vmean)
+            self.normalise(o, row_max, row_sum, scale, fill, keys, row0, column, this_h, this_b, group, lse, sink, vmean)
 
             if const_expr(v.split):
                 self.store_part(o, mo, this_b, this_h, row0, column, rows)
@@ -970,7 +994,7 @@ class ForwardKernel(Prepare):
                 read_only_args=[s[2 * e + 1], s[2 * e]])
 
     @cute.jit
-    def normalise(self, o, row_max, row_sum, scale, fill, keys, rows, row0, column, h, b, group, lse, sink, vmean):
+    def normalise(self, o, row_max, row_sum, scale, fill, keys, row0, column, h, b, group, lse, sink, vmean):
         """Divide O by the row sums, add the sink, treat rows with every key masked, write the log-sum-exp."""
         v = self.v
         for r in cutlass.range_constexpr(2):
@@ -1000,11 +1024,18 @@ class ForwardKernel(Prepare):
                 for e in cutlass.range_constexpr(2):
                     o[4 * j + 2 * r + e] = o[4 * j + 2 * r + e] * inverse
             if column == 0:
-                if row < rows:
+                if row < lse.shape[2]:
                     if const_expr(v.split):
                         lse[b, h, row, 0], lse[b, h, row, 1] = top, total
                     else:
                         lse[b, h, row] = log_sum
+
+
+def _bytes(x: Any) -> Any:
+    """A tensor of bools, which torch hands over as such, as the bytes that they are in memory; all others as they come."""
+    if x is None or x.element_type is not Boolean:
+        return x
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint8), x.layout)
 
 
 def _row(size: int, r: int) -> list[int]:

@@ -48,11 +48,6 @@ class Prepare:
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
 
     @cute.kernel
-    def clear(self, tickets: cute.Tensor):
-        if cute.arch.thread_idx()[0] == 0:
-            tickets[0] = 0
-
-    @cute.kernel
     def combine(self, parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, splits: Int32):
         """One row of the output from what each block found for its share of the keys, by the weights sum exp(top).
 
@@ -78,7 +73,7 @@ class Prepare:
                     weight = self._weight(parts_lse[i * batch + b, h, row, None], base)
                     found = found + weight * parts[i * batch + b, h, row, column]
                 out[b, h, row, column] = (found * inverse).to(out.element_type)
-        if cute.arch.thread_idx()[0] == 0:
+        if (cute.arch.thread_idx()[0] == 0) & (row < lse.shape[2]):
             lse[b, h, row] = base + cute.math.log2(total, fastmath=True) * (1.0 / LOG2E)
 
     def _weight(self, part: Any, base: Any) -> Any:
@@ -86,7 +81,7 @@ class Prepare:
         return part[1] * cute.math.exp2((part[0] - base) * LOG2E, fastmath=True)
 
     @cute.kernel
-    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor, tickets: cute.Tensor):
+    def seen_keys(self, padding: cute.Tensor, seen: cute.Tensor):
         """[first key that is not padding, one past the last) of each batch entry, and how many there are: tiles outside are
         not walked."""
         smem = SmemAllocator()
@@ -115,8 +110,6 @@ class Prepare:
             seen[b, 0] = first
             seen[b, 1] = last
             seen[b, 2] = count
-            if b == 0:
-                tickets[0] = 0
 
     @cute.kernel
     def mean_values(self, v: cute.Tensor, vmean: cute.Tensor, seen: cute.Tensor | None, rows: Int32, edges: tuple):
@@ -163,7 +156,6 @@ class Prepare:
         dense: cute.Tensor | None,
         doc_q: cute.Tensor | None,
         doc_k: cute.Tensor | None,
-        tickets: cute.Tensor,
         rows: Int32,
         keys: Int32,
         edges: tuple,
@@ -183,9 +175,6 @@ class Prepare:
         m = index - bh * tiles.shape[2]
         b = bh // tiles.shape[1]
         h = bh - b * tiles.shape[1]
-        if index == 0:
-            if tid == 0:
-                tickets[0] = 0
         line = tiles[b, h, m, None]
         first, last = self._key_tiles(m, b, rows, keys, seen, edges)
         here = cutlass.min(rows - m * t.rows, t.rows)

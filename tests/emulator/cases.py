@@ -342,5 +342,6 @@ CASES: dict[str, Case] = _numbered([
     Case("bias of tiles odd", rows=70, keys=301, bias="hqk", bias_dtype="float16", dtype="float16", heads=(2, 2), dims=(96, 96)),
     Case("bias and dense", rows=70, keys=300, bias="qk", dense="qk", empty="zero", dims=(128, 128)),
     Case("split bias hidden", rows=7, keys=2257, bias="bqk", bias_hidden=3, heads=(2, 1), batch=2),
+    Case("causal one item", rows=30, keys=70, hi=40, heads=(1, 1)),
 ])
 CI = [*list(CASES)[:12], "relative causal", "bias of tiles"]

@@ -20,6 +20,7 @@ import torch
 from fa_inductor.kernels import api
 from fa_inductor.kernels.sm90.variant import MAX_CAPTURES, Forward
 
+from .errors import Fault
 from .launch import Out, Program, Struct, emulate
 from .parser import parse
 from .stats import Stats
@@ -44,7 +45,7 @@ class Compiled:
     main: Program
     before: dict[str, Program]
     """What runs first, by name, in this order: `seen_keys` looks for the keys that are no padding, `list_tiles` for the tiles
-    that a mask shows, `clear` clears the counter of work items, `mean_values` makes what a row without keys gives."""
+    that a mask shows, `mean_values` makes what a row without keys gives."""
     after: Program | None = None
     """`combine` puts together what several blocks found for one row."""
 
@@ -52,7 +53,7 @@ class Compiled:
     def from_text(text: str) -> Compiled:
         """From PTX, possibly one that was tampered with."""
         names = list(parse(text))
-        before = {kind: n for kind in ("seen_keys", "list_tiles", "clear", "mean_values") for n in names if f"_{kind}_" in n}
+        before = {kind: n for kind in ("seen_keys", "list_tiles", "mean_values") for n in names if f"_{kind}_" in n}
         after = [n for n in names if "_combine_" in n]
         (main,) = (n for n in names if n not in before.values() and n not in after)
         return Compiled(Program(text, main), {kind: Program(text, n) for kind, n in before.items()},
@@ -116,6 +117,10 @@ class Launcher:
     limit: int = 50_000_000
     sms: int = 132
     """Multiprocessors that the schedule is made for."""
+    counter: torch.Tensor = field(default_factory=lambda: on_device(torch.zeros(1, dtype=torch.int32)))
+    """The counter of work items of all its launches; must be 0 after each."""
+    lse: bool = True
+    """Whether the kernels get memory for lse."""
 
     def kernel(self, variant: Forward) -> Callable[..., None]:
         return lambda *args: self.launch(variant, self.tamper(variant), args)
@@ -123,7 +128,9 @@ class Launcher:
     def launch(self, variant: Forward, programs: Compiled, args: Sequence[Any]) -> None:
         q, k, v, out, lse, padding, seen, *others = args
         optional, numbers = others[:6 + MAX_CAPTURES], others[6 + MAX_CAPTURES:]
-        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, parts_lse, blocks = numbers
+        *ints, scale, fill, lo, hi, chunk, offset, section, tickets, parts, blocks, pack = numbers
+        q, out, lse = (_packed(x, pack) for x in (q, out, lse if self.lse else torch.empty(1, pack, 0)))
+        parts, parts_lse = (None, None) if parts is None else (parts[..., :v.shape[3]], parts[..., v.shape[3]:v.shape[3] + 2])
         memory = _Storage()
         dense, doc_q, doc_k, _, vmean, tiles, *_ = optional
         documents = [memory.tensor(x, unit) for x, unit in ((doc_q, ()), (doc_k, (1,))) if x is not None]
@@ -131,18 +138,16 @@ class Launcher:
         fresh = lambda x, unit: memory.tensor(x, (unit,), unknown=True)  # noqa: E731
         for kind, program in programs.before.items():
             if kind == "seen_keys":
-                grid, words, params = seen.shape[0], 3 * 8, [memory.tensor(padding), fresh(seen, 1), fresh(tickets, 0)]
+                grid, words, params = seen.shape[0], 3 * 8, [memory.tensor(padding), fresh(seen, 1)]
             elif kind == "list_tiles":
                 grid, words = tiles.shape[0] * tiles.shape[1] * tiles.shape[2], 32 * 8
                 params = [fresh(tiles, 3), *([] if seen is None else [fresh(seen, 1)]),
                           *([] if dense is None else [memory.tensor(dense, (3,) if variant.dense_wide else ())]), *documents,
-                          fresh(tickets, 0), q.shape[2], k.shape[2], lo, hi, chunk, offset]
-            elif kind == "mean_values":
+                          q.shape[2], k.shape[2], lo, hi, chunk, offset]
+            else:
                 grid, words = (vmean.shape[1], vmean.shape[0], 1), 8 * 256
                 params = [memory.tensor(v, (3,)), fresh(vmean, 2), *([] if seen is None else [fresh(seen, 1)]), q.shape[2], lo, hi,
                           chunk, offset]
-            else:
-                grid, words, params = 1, 0, [fresh(tickets, 0)]
             _, stats = emulate(program, grid, params, seed=self.seed, limit=self.limit, shared_bytes=4 * words)
             self.stats.append(stats)
         maps = []
@@ -157,13 +162,20 @@ class Launcher:
                    for x, u in zip(optional, unit, strict=False) if x is not None]
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
         params = [*maps, (fresh(lse, 2) if parts is None else fresh(parts_lse, 3)), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
-                  chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,), unknown=True)])]
+                  chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
         _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
+        if int(self.counter) != 0:
+            raise Fault("counter", f"the counter of work items is {int(self.counter)} after a launch")
         self.stats.append(stats)
         if programs.after is not None:
             finish = [fresh(parts, 3), fresh(parts_lse, 3), fresh(out, 3), fresh(lse, 2), section]
             _, stats = emulate(programs.after, (out.shape[2], out.shape[1], out.shape[0]), finish, seed=self.seed)
             self.stats.insert(-1, stats)
+
+
+def _packed(x: torch.Tensor, pack: int) -> torch.Tensor:
+    """What the kernel's host code makes of q, out and lse."""
+    return x if pack == 1 else x.unflatten(1, (-1, pack)).movedim(2, 3).flatten(2, 3)
 
 
 def boxes(v: Forward) -> list[tuple[int, int]]:
@@ -225,7 +237,8 @@ def attention(
     """`api.attention` on host tensors: (out, lse) as plain tensors."""
     launcher = launcher or Launcher()
     with mock.patch.object(api, "torch", _Torch()), mock.patch.object(api, "_kernel", launcher.kernel), \
-            mock.patch.object(api.launch, "current_device", lambda: 0), mock.patch.object(api, "_keep", lambda *_: None), \
+            mock.patch.object(api.launch, "current_device", lambda: 0), \
+            mock.patch.object(api.launch, "counter", lambda _: launcher.counter), mock.patch.object(api, "_keep", lambda *_: None), \
             mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.dict(api._plans, clear=True):
         got, lse = api.attention(*(on_device(x) for x in (q, k, v)), record, [on_device(x) for x in captures], ints,
                                  None if out is None else on_device(out))

@@ -26,6 +26,9 @@ READ_EARLY = r"^race: read of shared memory .* not ordered after its write by bu
 EITHER = f"{COPY_LATE}|{READ_EARLY}"
 """A product reads what another copy must bring first: whichever of the two comes first, the other one is reported."""
 
+DRAW = r"atom\.global\.inc\.u32 (%r\d+), (\[%rd\d+\]), (%r\d+);"
+"""The next value of the counter of items: where to, from where, the last one before it starts again."""
+
 
 def order() -> list[Mutant]:
     found: list[Mutant] = []
@@ -140,17 +143,21 @@ def order() -> list[Mutant]:
     add("item told over one that is still read", PADDED_ITEMS, "^(race: write to shared memory .* after its read by CTA 0 warp 1.*"
         "words.i.|double arrive: )", lambda t: t.no_wait(t.wait("item_empty", 1, 2)), fast=True)
     # The counter of items.
-    add("counter not cleared", DRAWN, "^uninitialised: atomic access", lambda t: t.cut(*_clears(t)), fast=True)
-    add("counter not cleared beside key padding", PADDED_ITEMS, "^uninitialised: atomic access", lambda t: t.cut(_clears(t)[-1]))
+    add("counter that does not start again", DRAWN, "^counter: .* is 4 after a launch", lambda t: t.sub(
+        DRAW, r"atom.global.add.u32 \1, \2, 1;"), fast=True)
+    add("counter that starts again late", DRAWN, "^counter: .* is 4 after a launch", lambda t: t.sub(
+        DRAW, r"{ .reg .b32 x; add.s32 x, \3, 1; atom.global.inc.u32 \1, \2, x; }"))
+    add("counter that starts again early", DRAWN, "^(race: write to argument|counter: )", lambda t: t.sub(
+        DRAW, r"{ .reg .b32 x; sub.s32 x, \3, 1; atom.global.inc.u32 \1, \2, x; }"))
     add("counter raised without an atomic", DRAWN, "^race: (read of|write to) argument .*CTA 0",
-        lambda t: t.sub(r"atom\.global\.add\.u32(\s+)(%r\d+), (\[%rd\d+\]), 1;", r"{ .reg .b32 x; ld.global.b32 \2, \3; "
-                        r"add.s32 x, \2, 1; st.global.b32 \3, x; }"), fast=True)
+        lambda t: t.sub(DRAW, r"{ .reg .b32 x; ld.global.b32 \1, \2; add.s32 x, \1, 1; st.global.b32 \2, x; }"), fast=True)
     add("counter only read", DRAWN, "^limit: more than 300000 instructions",
-        lambda t: t.sub(r"atom\.global\.add\.u32(\s+)(%r\d+), (\[%rd\d+\]), 1;", r"ld.global.b32 \2, \3;"), limit=300_000)
-    add("draw without the grid", DRAWN, "^race: write to argument",
-        lambda t: t.sub(r"add\.s32(\s+%r\d+, %r\d+), %r\d+;", r"add.s32\1, 0;", at="grid = cute.arch.grid_dim()"))
-    add("draw one too far", DRAWN, "^wrong answer: ", lambda t: t.suffix(
-        i := t.one(r"add\.s32\s+%r\d+, %r\d+, %r\d+;", at="grid = cute.arch.grid_dim()"),
+        lambda t: t.sub(DRAW, r"ld.global.b32 \1, \2;"), limit=300_000)
+    add("draw without the grid", DRAWN, "^limit: more than 300000 instructions",  # drawn one by one, the items never end
+        lambda t: t.sub(r"add\.s32(\s+%r\d+, %r\d+), %r\d+;", r"add.s32\1, 0;", at="item = grid + cute.arch.inline_ptx("),
+        limit=300_000)
+    add("draw one too far", DRAWN, "^counter: .* is 3 after a launch", lambda t: t.suffix(
+        i := t.one(r"add\.s32\s+%r\d+, %r\d+, %r\d+;", at="item = grid + cute.arch.inline_ptx("),
         f"add.s32 {(r := re.findall('%r[0-9]+', t.lines[i])[0])}, {r}, 1;"))
     add("drawn item not given to all lanes", DRAWN, "^(race|divergence|wrong answer): ", lambda t: t.sub(
         r"shfl\.sync\.idx\.b32(\s+%r\d+), (%r\d+), 0, 31, -1;", r"mov.b32\1, \2;", at="cute.arch.shuffle_sync(drawn"))
@@ -330,14 +337,6 @@ def _one_slot(t: Text, field: str) -> None:
     shift = t.back(wait, r"shl\.b32\s+%r\d+, %r\d+, 3;")
     slot = re.findall(r"%r\d+", t.lines[shift])[1]
     t.drop(rf"xor\.b32\s+{slot}, {slot}, 1;")
-
-
-def _clears(t: Text) -> list[int]:
-    """Stores of the kernel that runs before: the last one is the counter's."""
-    found = [i for i in t.before if "st.global.b32" in t.lines[i]]
-    if not found or not re.search(r"st\.global\.b32\s+\[%rd\d+\], (0;|%r)", t.lines[found[-1]]):
-        raise Stale("the counter's store is not found")
-    return found
 
 
 def _next_not_waited(t: Text) -> None:

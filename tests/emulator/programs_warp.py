@@ -173,6 +173,14 @@ def _atomics() -> list[Program]:
     found.append(whole("atom.global.add.u32", "atom.global.add.u32", ".reg .b32 o; atom.global.add.u32 o, [%buf], a; "
                        "bar.sync 0; ld.global.b32 d, [%buf];", [("b32", a)], ["b32"], [[sum(a)] * 32], buffer=(0,) * 16,
                        want_buffer=tuple(sum(a).to_bytes(4, "little")) + (0,) * 12))
+    # 32 steps of a counter of 9 values, of which each is given four times but those that come last.
+    found.append(whole("atom.global.inc.u32", "atom.global.inc.u32", ".reg .b32 o; atom.global.inc.u32 o, [%buf], 8; "
+                       "redux.sync.add.u32 d, o, -1;", [], ["b32"], [[3 * 36 + 10] * 32], buffer=(0,) * 16,
+                       want_buffer=(5, *(0,) * 15)))
+    # As many steps as it has values: where it began, which is the whole of a counter that has one value.
+    for last, sums in ((31, 496), (0, 0)):
+        found.append(whole(f"atom.global.inc.u32 to {last}", "atom.global.inc.u32", f".reg .b32 o; atom.global.inc.u32 o, [%buf], {last}; "
+                           "redux.sync.add.u32 d, o, -1;", [], ["b32"], [[sums] * 32], buffer=(0,) * 16, want_buffer=(0,) * 16))
     found.append(whole("red.global.add.f32", "red.global.add.f32", ".reg .f32 x; cvt.rn.f32.u32 x, a; red.global.add.f32 [%buf], x; "
                        "bar.sync 0; .reg .f32 y; ld.global.f32 y, [%buf]; cvt.rzi.u32.f32 d, y;", [("b32", a)], ["b32"],
                        [[sum(a)] * 32], buffer=(0,) * 16))
