@@ -581,12 +581,16 @@ class ForwardKernel(Prepare):
         s0 = thread_qk.make_fragment_C(s_shape)
         index, m, h, b, first, last = self._hear(shared, Int32(0), Int32(0))
         if const_expr(t.own_o):
+            last, k_stage, k_phase, v_stage, v_phase = self.pass_over(
+                shared, m, w, lane, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
             self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
         while index < total:
             row0 = m * t.rows + row_in_block
             o.fill(0.0)
             row_max.fill(NEG_INF)
             if const_expr(not t.own_o):
+                last, k_stage, k_phase, v_stage, v_phase = self.pass_over(
+                    shared, m, w, lane, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
                 self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
             q_phase ^= 1
 
@@ -665,13 +669,16 @@ class ForwardKernel(Prepare):
                 this_b = index % section * batch + b
             index, m, h, b, first, last = self._hear(shared, slot, slot_phase)
             slot, slot_phase = slot ^ 1, slot_phase ^ slot
+            last_v = v_stage
+            v_stage, v_phase = self._advance(v_stage, v_phase)
             if const_expr(t.own_o):
+                last, k_stage, k_phase, v_stage, v_phase = self.pass_over(
+                    shared, m, w, lane, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
                 self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
                 warpgroup.wait_group(1)
             else:
                 warpgroup.wait_group(0)
-            _arrive(shared.v_empty.data_ptr() + v_stage)
-            v_stage, v_phase = self._advance(v_stage, v_phase)
+            _arrive(shared.v_empty.data_ptr() + last_v)
             self.normalise(o, row_max, row_sum, scale, fill, keys, row0, column, this_h, this_b, group, lse, sink, vmean)
 
             if const_expr(v.split):
@@ -711,6 +718,31 @@ class ForwardKernel(Prepare):
                     for e in cutlass.range_constexpr(2):
                         if 8 * j + column + e < parts.shape[3]:
                             line[8 * j + column + e] = o[4 * j + 2 * r + e]
+
+    @cute.jit
+    def pass_over(self, shared, m, w, lane, first, last, there, k_stage, k_phase, v_stage, v_phase, edges):
+        """Leave out an item's first key tile where none of this warpgroup's rows sees it, which a later row of the block does:
+        the tile is released unused, the turn given away.  Returns one past the last tile that is left, and the stages.
+
+        One tile at most: the V of the second would lie where that of the item before may still be in use.
+        """
+        if const_expr(self.v.skips):
+            reach = m * self.t.rows + (64 * w + 63) + edges[1]
+            if there & (last - first > 1) & ((last - 1) * self.t.keys > reach):
+                cute.arch.mbarrier_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                if const_expr(self.v.padding):
+                    cute.arch.mbarrier_wait(shared.bits_full.data_ptr() + k_stage, k_phase)
+                if const_expr(self.t.ping_pong):
+                    cute.arch.barrier(barrier_id=_BAR_TURN + w, number_of_threads=256)
+                    peer = select_(w + 1 == self.nwg, Int32(0), w + 1)
+                    cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
+                self.wait_v(shared, v_stage, v_phase)
+                _arrive(shared.k_empty.data_ptr() + k_stage)
+                _arrive(shared.v_empty.data_ptr() + v_stage)
+                k_stage, k_phase = self._advance(k_stage, k_phase)
+                v_stage, v_phase = self._advance(v_stage, v_phase)
+                last = last - 1
+        return last, k_stage, k_phase, v_stage, v_phase
 
     @cute.jit
     def first_product(self, s, f_q, f_k, shared, there, w, q_phase, k_stage, k_phase):

@@ -151,6 +151,11 @@ class Forward:
         return self.dense or self.documents is not None
 
     @property
+    def skips(self) -> bool:
+        """A warpgroup may leave out a key tile that only later rows of its block see."""
+        return self.band_hi and not self.listed and not self.split
+
+    @property
     def rising(self) -> bool:
         """Later row blocks are likely to walk more key tiles."""
         return (self.band_hi or self.dense) and not self.split
