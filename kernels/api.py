@@ -225,7 +225,7 @@ def expected(
             q, captures = one_row.pack(record, q, captures, keys, first, last)
             record, keys = packed, last - first
     variant = variant_of(record, captures)
-    return replace(variant, split=splits(variant, *q.shape[:3], keys, sms) > 1)
+    return replace(variant, split=splits(variant, q.shape[0], q.shape[1], q.shape[2], keys, sms) > 1)
 
 
 _compiled: dict[Forward, Any] = {}

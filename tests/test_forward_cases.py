@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from host_stand_in import stand_in
 
+from fa_inductor.kernels import one_row
+
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[SimpleNamespace]:
@@ -79,9 +81,9 @@ def test_launched_is_what_a_call_launches(gpu: SimpleNamespace) -> None:
             if asked:
                 launched = gpu.case.launched(c)
                 assert asked == [launched], c
-                kinds[launched.split, gpu.case.one_row.packed(record) is not None and c.rows == 1] += 1
+                kinds[launched.split, one_row.packed(record) is not None and c.rows == 1] += 1
             else:  # nothing to launch where one row sees no key
-                first, last = gpu.case.one_row.key_range(record, ints, c.keys)
+                first, last = one_row.key_range(record, ints, c.keys)
                 assert c.rows == 1 and first == last, c
     assert min(kinds[split, packed] for split in (False, True) for packed in (False, True)) >= 5, kinds
 
