@@ -17,6 +17,7 @@ DRAWN = Case("mutants drawn items", rows=200, keys=200, heads=(2, 2), hi=0, sms=
 PADDED_ITEMS = Case("mutants padded items of one tile", rows=64, keys=128, heads=(4, 4), padding="none", seed=113, sms=1)
 """No bit is cleared and no item has a second tile, so that the mask warp waits for nothing but what it must."""
 GROUPED = Case("mutants grouped", rows=64, keys=64, heads=(4, 2), batch=2, seed=105)
+MANY = Case("mutants many tiles", rows=64, keys=1400, seed=116)
 PLAIN_AGAIN = Case("mutants persistent d64", rows=64, keys=300, heads=(2, 2), sms=1, seed=114)
 
 COPY_LATE = r"^race: write to shared memory .* not ordered after its read by products"
@@ -57,21 +58,28 @@ def order() -> list[Mutant]:
     add("last V stage of an item not released", AGAIN, r"^deadlock: .*8 of 8 arrivals.*mbarrier_wait\(shared\.v_full",
         lambda t: t.cut(t.arrive("v_empty", 1, 2)))
     add("double arrive", PLAIN, "^double arrive: ", lambda t: t.twice(t.arrive("v_empty", 0, 2)), fast=True)
-    add("arrive by all lanes", PLAIN, "^deadlock: .* in phase 32: ", _arrive_by_all)
+    add("arrive by all lanes", PLAIN, "^deadlock: .* in phase 32: ", lambda t: _by_all(t, t.release("v_empty", 0, 2)))
+    add("K released by all lanes", PLAIN, COPY_LATE, lambda t: _by_all(t, t.release("k_empty", 1, 2)), fast=True)
+    add("V released by all lanes but one", PLAIN, COPY_LATE, lambda t: t.put(
+        t.release("v_empty", 0, 2), r"setp\.gt", "setp.le"))
     add("arrive on the barrier of K instead of V", PLAIN, "^double arrive: ", _arrive_elsewhere)
-    add("K released before its product is done", PLAIN, COPY_LATE, _k_early)
-    add("V released before its product is done", PLAIN, COPY_LATE, lambda t: _wait_late(t, 2, t.arrive("v_empty", 0, 2)))
+    add("K released before its product is done", PLAIN, COPY_LATE,
+        lambda t: t.early(t.release("k_empty", 1, 2), _waits(t)[1]), fast=True)
+    add("V released before its product is done", PLAIN, COPY_LATE,
+        lambda t: t.early(t.release("v_empty", 0, 2), _waits(t)[2]), fast=True)
     add("last V of an item released before its product is done", AGAIN, COPY_LATE,
         lambda t: _wait_late(t, 3, t.arrive("v_empty", 1, 2)), fast=True)
     # Q.
     add("Q not released", AGAIN, r"^deadlock: .*mbarrier_wait\(shared\.q_empty", lambda t: t.cut(t.arrive("q_empty", 1, 2)))
     add("Q of an item of one tile not released", ONE_TILE, r"^deadlock: .*mbarrier_wait\(shared\.q_empty",
         lambda t: t.cut(t.arrive("q_empty", 0, 2)))
-    add("Q released before its last product is done", AGAIN, COPY_LATE, lambda t: _wait_late(t, 1, t.arrive("q_empty", 1, 2)),
-        fast=True)
+    add("Q released before its last product is done", AGAIN, COPY_LATE,
+        lambda t: t.early(t.release("q_empty", 1, 2), _waits(t)[1]), fast=True)
     add("Q of an item of one tile released before its product is done", ONE_TILE, COPY_LATE,
         lambda t: _wait_late(t, 0, t.arrive("q_empty", 0, 2)))
     add("Q released a tile early", PLAIN_AGAIN, COPY_LATE + "|^double arrive", _q_a_tile_early)
+    add("Q released with every tile", PLAIN_AGAIN, COPY_LATE + r"|^deadlock: .*mbarrier_wait\(shared\.q_empty", lambda t: t.suffix(
+        i := _last_tile(t), f"mov.pred {re.findall('%p[0-9]+', t.lines[i])[0]}, 1;"))
     add("producer does not wait for Q to be free", AGAIN, EITHER, lambda t: t.no_wait(t.wait("q_empty", 0, 2)))
     add("first product of the first item does not wait for Q", PLAIN, EITHER, lambda t: t.no_wait(t.wait("q_full", 0, 2)))
     add("first product of the next item with the old Q", AGAIN, EITHER, lambda t: t.no_wait(t.wait("q_full", 1, 2)), fast=True)
@@ -89,6 +97,12 @@ def order() -> list[Mutant]:
     add("producer does not wait for a free V stage", PLAIN, COPY_LATE, lambda t: t.no_wait(t.wait("v_empty", 0, 1)))
     add("consumer does not wait for the first K", PLAIN, EITHER, lambda t: t.no_wait(t.wait("k_full", 0, 3)), fast=True)
     add("consumer does not wait for K in the loop", PLAIN, EITHER, lambda t: t.no_wait(t.wait("k_full", 1, 3)))
+    add("K taken for there unasked", PLAIN, EITHER, lambda t: t.put(
+        _test(t), r"mbarrier\.test_wait\S+ (%p\d+), .*", r"setp.eq.u32 \1, 0, 0;"), fast=True)
+    add("answer about the next K taken the wrong way round", MANY, EITHER, lambda t: t.suffix(
+        i := _test(t), f"not.pred {(p := re.findall('%p[0-9]+', t.lines[i])[0])}, {p};"))
+    add("next K asked for by the other phase", MANY, EITHER, lambda t: t.put(
+        _test(t), r"(.*\], )(%r\d+);", r".reg .b32 other; xor.b32 other, \2, 1; \1other;"))
     add("first product of the next item does not wait for K", AGAIN, EITHER, lambda t: t.no_wait(t.wait("k_full", 2, 3)))
     add("consumer does not wait for V in the loop", PLAIN, EITHER, lambda t: t.no_wait(t.wait("v_full", 0, 2)))
     add("consumer does not wait for the last V", ONE_TILE, EITHER, lambda t: t.no_wait(t.wait("v_full", 1, 2)))
@@ -235,20 +249,14 @@ def _wait_late(t: Text, nth: int, release: int) -> None:
     t.later(wait, t.label(release))
 
 
-def _k_early(t: Text) -> None:
-    """The release of K in the loop moves up before the wait for its product."""
-    release, wait = t.arrive("k_empty", 1, 2), _waits(t)[1]
-    start, end = t.back(release, r"elect\.sync"), t.label(release)
-    if not wait < start:
-        raise Stale("the release of K does not stand behind the wait for its product")
-    block = " ".join(x.strip() for x in t.lines[start:end + 1] if not x.lstrip().startswith((".loc", "//")))
-    t.cut(*range(start, end + 1))
-    t.prefix(wait, block)
+def _by_all(t: Text, release: int) -> None:
+    """Every lane arrives."""
+    t.put(release, r"setp\.gt\.s32 p, bits, %r\d+;", "setp.eq.s32 p, bits, bits;")
 
 
-def _arrive_by_all(t: Text) -> None:
-    """The branch around the release of a V stage goes."""
-    t.cut(t.back(t.arrive("v_empty", 0, 2), r"@%p\d+ bra"))
+def _test(t: Text) -> int:
+    """Whether the next K is there, asked without waiting."""
+    return t.one(r"mbarrier\.test_wait", at="mbarrier_test_wait(shared.k_full")
 
 
 def _offset_of(t: Text, field: str) -> int:
@@ -257,7 +265,9 @@ def _offset_of(t: Text, field: str) -> int:
 
 def _arrive_elsewhere(t: Text) -> None:
     v, k = _offset_of(t, "v_empty"), _offset_of(t, "k_empty")
-    t.put(t.arrive("v_empty", 0, 2), rf"\+{v}\]", f"+{k}]")
+    release = t.release("v_empty", 0, 2)
+    address = re.findall(r"\[(%r\d+)\]", t.lines[release])[0]
+    t.put(t.back(release, rf"add\.s32\s+{address},"), rf", {v};", f", {k};")
 
 
 def _completes_elsewhere(t: Text) -> None:
@@ -278,12 +288,17 @@ def _still(t: Text, wait: int) -> None:
     t.drop_all(rf"xor\.b32\s+{p}, {p}, ")
 
 
-def _q_a_tile_early(t: Text) -> None:
-    """Q is released in the last iteration but one; its count is that of the last."""
-    release = t.arrive("q_empty", 1, 2)
-    i = t.back(release, r"setp\.\w+\.\w+\s+%p\d+, %r\d+, %r\d+;")
+def _last_tile(t: Text) -> int:
+    """Whether this is the last tile of an item, the one whose product is the last to read Q."""
+    i = t.back(t.release("q_empty", 1, 2), r"setp\.\w+\.\w+\s+%p\d+, %r\d+, %r\d+;")
     if "last - first - 2" not in t.from_line[i]:
         raise Stale("the condition of the release of Q is not where it was")
+    return i
+
+
+def _q_a_tile_early(t: Text) -> None:
+    """Q is released in the last iteration but one; its count is that of the last."""
+    i = _last_tile(t)
     a, b = re.findall(r"%r\d+", t.lines[i])
     t.prefix(i, f".reg .b32 early; add.s32 early, {b}, -1;")
     t.put(i, rf"{b};", "early;")
@@ -336,7 +351,7 @@ def _one_slot(t: Text, field: str) -> None:
     wait = t.wait(field, 1, 2)
     shift = t.back(wait, r"shl\.b32\s+%r\d+, %r\d+, 3;")
     slot = re.findall(r"%r\d+", t.lines[shift])[1]
-    t.drop(rf"xor\.b32\s+{slot}, {slot}, 1;")
+    t.sub(rf"xor\.b32(\s+%r\d+), {slot}, 1;", rf"mov.b32\1, {slot};")
 
 
 def _next_not_waited(t: Text) -> None:

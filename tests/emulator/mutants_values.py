@@ -4,10 +4,12 @@ from __future__ import annotations
 import re
 
 from .cases import Case
-from .mutants_order import EITHER, GROUPED, ITEMS, ONE_TILE, PADDED, PLAIN, TURNS, _waits
+from .mutants_order import AGAIN, EITHER, GROUPED, ITEMS, ONE_TILE, PADDED, PLAIN, TURNS, _waits
 from .mutate import Edit, Mutant, Stale, Text
 
 RISING = Case("mutants rising maxima", rows=64, keys=401, data="large", seed=108)
+RISING_HALF = Case("mutants rising maxima float16", rows=64, keys=401, data="large", seed=108, dtype="float16")
+"""P of 2^16 above the reference is no float16."""
 BIAS = Case("mutants bias", rows=64, keys=130, bias="hqk", heads=(2, 1), bias_dtype="float32", seed=106)
 BANDED = Case("mutants window", rows=150, keys=150, lo=-20, hi=3, dtype="float16", seed=107)
 NAN = Case("mutants nan scores", rows=64, keys=90, bias="hqk", bias_dtype="float32", nan_scores=True, seed=115)
@@ -77,26 +79,28 @@ def values() -> list[Mutant]:
     add("V of padded keys not cleared", PADDED, "^wrong answer: non-finite", lambda t: t.drop_all(
         r"st\.shared\.b32", "lines[lane, key, c, v_stage]"), fast=True)
     # Softmax.
-    add("factors applied to the sum but not to O", RISING, WRONG, lambda t: t.drop_all(
-        r"mul\.f32\s+(%r\d+), \1, %r\d+;", "o[i] = o[i] * factor", of=32), fast=True)
-    add("factors applied to O but not to the sum", RISING, WRONG, lambda t: t.drop_all(
-        r"mul\.f32\s+(%r\d+), \1, %r\d+;", "row_sum[r] = row_sum[r] * found[r]", of=2))
+    add("factors applied to the sum but not to O", RISING, WRONG, _o_kept, fast=True)
+    add("factors applied to O but not to the sum", RISING, WRONG, _sum_kept)
     add("rescale of O with the factor of the other row", RISING, WRONG, _other_factor, fast=True)
     add("rescale of the sum with the factor of the other row", RISING, WRONG, _other_factor_of_sum)
-    add("factors taken the wrong way round", RISING, "^wrong answer: ", lambda t: t.sub_all(
-        r"sub\.f32(\s+%r\d+), (%r\d+), (%r\d+);", r"sub.f32\1, \3, \2;", "found.append(cute.math.exp2((before[r]", of=2))
-    add("never rescaled", RISING, "^wrong answer: ", lambda t: _never(t, "return cute.arch.vote_any_sync(not_(kept))", 1))
-    add("rise of the maximum asked of the upper row only", RISING, "^wrong answer: ", _one_row_kept)
+    add("factors taken the wrong way round", RISING, "^wrong answer: ", _factors_inverted)
+    add("never rescaled", RISING, "^wrong answer: ", lambda t: (_o_kept(t), _sum_kept(t)))
+    add("lower row of O rescaled where the maximum of the upper one rose", RISING, WRONG, _one_row_asked, fast=True)
+    add("reference of the first tile kept for all", RISING, WRONG, lambda t: _lazy(t, 0x7F800000))
+    add("reference kept where its maximum rose by up to 24", RISING_HALF, WRONG, lambda t: _lazy(t, 0x41C00000), fast=True)
+    add("reference of the lower row decided by the upper one", RISING, WRONG, _reference_asked_of_other)
+    add("exponentials of the upper row in the maximum of the lower one", AGAIN, WRONG, lambda t: t.sub_all(
+        r"(lop3\.b32 %r\d+, %r\d+, %r\d+), %r\d+, 0xF8;", r"\1, -1, 0xF8;", of=4), fast=True)
     add("maximum over half a row", TURNS, WRONG, lambda t: t.sub_all(
         r"shfl\.sync\.bfly\.b32(.*), 1, 31", r"shfl.sync.bfly.b32\1, 4, 31", "shuffle_sync_bfly(top, 1)", of=4))
     add("sum over half a row", PLAIN, WRONG, lambda t: t.sub(
         r"shfl\.sync\.bfly\.b32(.*), 2, 31", r"shfl.sync.bfly.b32\1, 4, 31", 0, "shuffle_sync_bfly(total, 2)", of=2), fast=True)
-    add("natural exponent", PLAIN, WRONG, lambda t: t.sub(r"0f3FB8AA3B", "0f3F800000", 3, of=4))
+    add("natural exponent", PLAIN, WRONG, lambda t: t.sub(r"0f3FB8AA3B", "0f3F800000", 1, of=2))
     add("exponential left out", PLAIN, WRONG, lambda t: t.sub(
-        r"ex2\.approx\.ftz\.f32", "mov.b32", 40, "x = cute.math.exp2(x", of=128))
-    add("NaN score dropped by the exponent", NAN, "^wrong answer: non-finite", _nan_dropped, fast=True)
+        r"ex2\.approx\.ftz\.f32", "mov.b32", 100, "s[i] = cute.math.exp2(x", of=128))
+    add("NaN score dropped by the exponentials", NAN, "^wrong answer: non-finite", _nan_dropped, fast=True)
     add("one element not summed", PLAIN, "^wrong answer: ", lambda t: t.sub(
-        r"add\.f32(\s+%r\d+), %r\d+, (%r\d+);", r"mov.b32\1, \2;", 90, "sums[n % 4] = sums", of=112))
+        r"add\.f32(\s+%r\d+), %r\d+, (%r\d+);", r"mov.b32\1, \2;", 90, "sums[n % 2] = sums", of=120))
     add("P packed with its halves swapped", PLAIN, WRONG, lambda t: _halves_swapped(t, 64), fast=True)
     add("P packed with its halves swapped in the first tile", ONE_TILE, WRONG, lambda t: _halves_swapped(t, 32))
     add("P of one pair of columns in the place of another", PLAIN, WRONG, _pairs_swapped)
@@ -155,34 +159,87 @@ def _never(t: Text, at: str, nth: int) -> None:
     t.sub(r"vote\.sync\.any\.pred(\s+%p\d+), %p\d+, -1;", r"mov.pred\1, 0;", nth, at, of=2)
 
 
-def _swapped(t: Text, places: list[int]) -> None:
-    """The last operand is one of two registers; the other one takes its place."""
-    a, b = dict.fromkeys(re.findall(r"%r\d+", t.lines[i])[-1] for i in places)
-    for i in places:
-        mine = re.findall(r"%r\d+", t.lines[i])[-1]
-        t.put(i, rf"{mine};", f"{b if mine == a else a};")
+def _factors(t: Text) -> list[int]:
+    """Exponentials that give the factors of both rows in the loop."""
+    return t.each(r"ex2\.approx\.ftz\.f32", 4, "return cute.math.exp2((old - _finite(row_max[r]))")[2:]
+
+
+def _register(t: Text, i: int, which: int = 0) -> str:
+    return re.findall(r"%r\d+", t.lines[i])[which]
+
+
+def _scalings(t: Text) -> list[int]:
+    """What multiplies O in the loop, the upper row's half first."""
+    return t.each(r"setp\.ne\.s32 p, %r\d+, 0; mov\.f32 .*@p mul\.f32", 32)
+
+
+def _carried(t: Text) -> list[int]:
+    """Where the row sums of the tiles before come in: upper row, lower row."""
+    return t.each(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, %r\d+;", 2, "sums[n % 2] = sums")
+
+
+def _o_kept(t: Text) -> None:
+    for i in _scalings(t):
+        t.put(i, r"@p mul\.f32 .*; \}", "}")
+
+
+def _sum_kept(t: Text) -> None:
+    for i in _carried(t):
+        t.put(i, r"fma\.rn\.f32(\s+%r\d+, %r\d+), %r\d+, ", r"add.f32\1, ")
 
 
 def _other_factor(t: Text) -> None:
-    _swapped(t, t.each(r"mul\.f32", 32, "o[i] = o[i] * factor"))
+    upper, lower = (_register(t, i) for i in _factors(t))
+    for n, i in enumerate(_scalings(t)):
+        t.put(i, r"(@p mul\.f32 %r\d+, %r\d+), %r\d+;", rf"\1, {lower if n < 16 else upper};")
 
 
 def _other_factor_of_sum(t: Text) -> None:
-    """Both sums are scaled where the second one is: only there are both factors known."""
-    first, second = t.each(r"mul\.f32", 2, "row_sum[r] = row_sum[r] * found[r]")
-    _swapped(t, [first, second])
-    t.later(first, second)
+    """The upper row's old sum comes in when both factors are known."""
+    first, second = _carried(t)
+    upper, lower = _factors(t)
+    old, tile = _register(t, first, 1), t.each(r"add\.f32", 4, "row_sum[r] = sums[0] + sums[1]")[2]
+    if _register(t, tile) != old or not first < tile < lower < second:
+        raise Stale("the sum of the upper row is not where it was")
+    t.put(second, rf", {_register(t, lower)}, ", f", {_register(t, upper)}, ")
+    t.put(first, r"fma\.rn\.f32(\s+%r\d+), %r\d+, %r\d+, ", r"mov.b32\1, ")
+    t.prefix(tile, f".reg .b32 old; mov.b32 old, {old};")
+    t.suffix(lower, f"fma.rn.f32 {old}, old, {_register(t, lower)}, {old};")
 
 
-def _one_row_kept(t: Text) -> None:
-    """Whether anything rose is asked of the upper row only."""
-    i = t.each(r"or\.pred", 2, "return cute.arch.vote_any_sync(not_(kept))")[1]
-    t.put(i, r"or\.pred(\s+%p\d+), %p\d+, (%p\d+);", r"mov.pred\1, \2;")
+def _factors_inverted(t: Text) -> None:
+    for i in t.each(r"sub\.f32\s+%r\d+, %r\d+, %r\d+;", 4, "return cute.math.exp2((old - _finite(row_max[r]))")[2:]:
+        t.put(i, r"(%r\d+), (%r\d+);", r"\2, \1;")
+
+
+def _asked(t: Text, nth: int) -> int:
+    """Line that turns into a number whether O of a row is rescaled."""
+    i = _scalings(t)[16 * nth]
+    return t.back(i, rf"selp\.b32\s+{re.findall(r'p, (%r[0-9]+), 0;', t.lines[i])[0]}, 1, 0, %p\d+;")
+
+
+def _one_row_asked(t: Text) -> None:
+    upper, lower = _asked(t, 0), _asked(t, 1)
+    t.put(lower, r"%p\d+;", t.lines[upper].split(", ")[-1])
+
+
+def _reference_asked_of_other(t: Text) -> None:
+    """The lower row takes its maximum where the upper one does; what is rescaled goes by its own."""
+    upper, lower = t.each(r"selp\.f32\s+%r\d+, %r\d+, %r\d+, %p\d+;", 2, "keep = (top - old) * unit <= LAZY")
+    t.put(lower, r"%p\d+;", t.lines[upper].split(", ")[-1])
+
+
+def _lazy(t: Text, bits: int) -> None:
+    """Another limit for the rise of a maximum over its reference, in the loop."""
+    for i in t.each(r"setp.*, 0f41000000;", 4, "keep = (top - old) * unit <= LAZY")[2:]:
+        t.put(i, "0f41000000", f"0f{bits:08X}")
 
 
 def _nan_dropped(t: Text) -> None:
-    """Arguments of the exponential are held above -126, and a NaN is not above."""
-    for i in t.each(r"ex2\.approx\.ftz\.f32", 112, "x = cute.math.exp2(x"):
+    """Arguments of the exponentials are held above -126, and a NaN is not above; those of the factors too, by which a NaN
+    comes into the sum as well."""
+    for i in (*t.each(r"ex2\.approx\.ftz\.f32", 112, "s[i] = cute.math.exp2(x"), *t.each(
+            r"ex2\.approx\.ftz\.f32", 4, "return cute.math.exp2((old - _finite(row_max[r]))")):
         x = re.findall(r"%r\d+", t.lines[i])[1]
         t.prefix(i, f"max.f32 {x}, {x}, 0fC2FC0000;")
 

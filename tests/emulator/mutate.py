@@ -125,6 +125,23 @@ class Text:
         """The last line before line i that matches."""
         return max(k for k in self.find(pattern) if k < i)
 
+    def origin(self, i: int, after: int) -> list[int]:
+        """Lines between `after` and line i that compute what line i reads, if nothing branches around one of them."""
+        needed, found = set(re.findall(r"%[a-z]+\d+", self.lines[i])), []
+        for k in range(i - 1, after, -1):
+            m = re.match(r"\s*\w[\w.:]*\s+(%[a-z]+\d+), (.*);$", self.lines[k])
+            if m and m[1] in needed:
+                found.append(k)
+                needed = needed - {m[1]} | set(re.findall(r"%[a-z]+\d+", m[2]))
+        return found[::-1]
+
+    def release(self, field: str, nth: int, of: int) -> int:
+        """The nth arrival on an mbarrier, which is one of a predicate's threads after some value is there."""
+        i = self.arrive(field, nth, of)
+        if not re.search(r"mov\.b32 bits, %r\d+; setp\.gt\.s32 p, bits, %r\d+; @p mbarrier", self.lines[i]):
+            raise Stale(f"the arrival on {field} does not wait for a value: {self.lines[i].strip()}")
+        return i
+
     # ------------------------------------------------------------------ changing them
 
     def cut(self, *places: int) -> None:
@@ -168,6 +185,14 @@ class Text:
         """An mbarrier wait for the other parity."""
         p = self.phase(i)
         self.lines[i] = f".reg .b32 other; xor.b32 other, {p}, 1; " + self.lines[i].replace(f"], {p},", "], other,")
+
+    def early(self, release: int, before: int) -> None:
+        """An arrival waits for no value, and moves up before another line."""
+        if not before < release:
+            raise Stale(f"line {release} is not behind line {before}")
+        self.put(release, r"mov\.b32 bits, %r\d+;", "mov.b32 bits, 0;")
+        self.prefix(before, " ".join(self.lines[k].strip() for k in (*self.origin(release, before), release)))
+        self.cut(release)
 
     def later(self, i: int, after: int) -> None:
         """Line i moves behind a line further down."""
