@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 import fa_inductor
+from fa_inductor.reasons import Code
 from fa_inductor.recognise.equal_sizes import equal_sizes
 
 CALLS = [((2, 6, 8), (2, 6, 8)), ((3, 10, 8), (4, 5, 8)), ((5, 4, 8), (2, 7, 8))]
@@ -175,3 +176,31 @@ def test_a_view_proves_spellings_equal_and_the_first_one_is_used() -> None:
         assert equal_sizes(graph) == {b * c: a, c: a}
         view([16, 4], [c, 4])
         assert equal_sizes(graph) == {b * c: 16, c: 16, a: 16}
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * 0.5, -1) @ v
+
+
+def with_a_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=0.5)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("dims", [(3,), (1, 3), (1,)], ids=["head dim", "heads and head dim", "heads"])
+@pytest.mark.parametrize("form", [F.scaled_dot_product_attention, with_a_scale, written_out], ids=lambda f: f.__name__)
+def test_symbolic_heads_are_a_reason(form: Callable[..., Tensor], dims: tuple[int, ...], train: bool) -> None:
+    g = torch.Generator().manual_seed(2)
+    compiled = Compiled(form)
+    with compiling():
+        for n in (8, 16):
+            sizes = [n if d in dims else s for d, s in enumerate((2, 4, 6, 8))]
+            xs = [torch.randn(sizes, generator=g, requires_grad=True) for _ in range(3)]
+            for x in xs:
+                for d in dims:
+                    torch._dynamo.mark_dynamic(x, d)
+            compare(form, compiled.fn, xs, train)
+        # in an attention that is written out, the dimension that is static may be the heads just as well
+        reason = None if form is written_out and dims == (1,) else Code.RANK
+        assert [b.reason and b.reason.code for b in fa_inductor.report().blocks] == [reason], fa_inductor.report()
+        assert compiled.compiles == 1
