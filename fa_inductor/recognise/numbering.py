@@ -19,6 +19,7 @@ from .nodes import (
     aten,
     constant,
     is_full_slice,
+    is_random,
     is_tensor,
     permutation,
     target,
@@ -33,7 +34,6 @@ _SAME = {aten.mul.Scalar: aten.mul.Tensor, aten.add.Scalar: aten.add.Tensor, ate
          aten.logical_and_.default: aten.logical_and.default}
 _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.amin.default, aten.mean.dim, aten.any.dim, aten.any.dims,
                aten.all.dim, aten.all.dims}
-_IMPURE = ("rand", "bernoulli", "dropout", "normal", "multinomial")
 
 
 def _is_lifted(n: Node) -> bool:
@@ -94,7 +94,7 @@ class Numbering:
                 return ("int", str(spelling(v)))
             if t is None or v is None:
                 return ("node", id(n))
-        if t is not None and any(w in str(t) for w in _IMPURE):
+        if is_random(n):
             return ("node", id(n))
         if not isinstance(v, torch.Tensor):
             return self._generic(n, t, ids, None)
