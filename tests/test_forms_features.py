@@ -294,3 +294,14 @@ def test_noise_is_drawn_anew_each_time(name):
         assert not torch.equal(*got[1][:2])
         torch.testing.assert_close(*got, rtol=1e-12, atol=1e-12)
         check_report(2)
+
+
+def test_a_bias_with_a_batch_of_its_own_is_named():
+    def batched_by_the_bias(q, k, v, bias):
+        return (qk(q, k) + bias).softmax(-1) @ v
+
+    inputs = [torch.randn(1, 4, 6, 8) for _ in range(3)]
+    with compiling():
+        Compiled(batched_by_the_bias).fn(*inputs, torch.randn(3, 1, 6, 6))
+        (block,) = fa_inductor.report().blocks
+    assert block.reason.code == Code.CONTRACTION and "a dimension that QK^T does not have" in block.reason.detail

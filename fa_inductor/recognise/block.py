@@ -228,6 +228,8 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath, backw
     block = Block("softmax", sm.out, path.steps, q.scale * k.scale, values.safe, q, k, v, tuple(batch), tuple(kv),
                   group, q_axes, resolve(k_top), resolve(d_top), resolve(dv_top), out, out_dims,
                   Chain(sm, path, values), tail)
+    if not set(_leaves(dims)) <= set(_leaves(path.product_dims)):
+        raise Refusal(Code.CONTRACTION, "what is done to the scores gives them a dimension that QK^T does not have")
     check(block, dims)
     if set(_leaves(path.product_dims)) != set(_leaves(dims)):
         raise Refusal(Code.CONTRACTION)
