@@ -196,8 +196,8 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
                 return type(a)(get(b) for b in a) if isinstance(a, tuple) else [get(b) for b in a]
             return a
 
-        constants = {n.args[1] for n in region.nodes if target(n) is aten.sub.Tensor and is_row_max(n)
-                     } if kind == "detached" else set()
+        constants = {m for n in region.nodes if kind == "detached" and target(n) is aten.sub.Tensor and is_row_max(n)
+                     and isinstance(m := n.args[1], Node)}
         skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
         if lse is not None:
             skipped |= set(lse.members) - {lse.out}
