@@ -14,10 +14,11 @@ from .kernels.expr import SCORE
 from .options import options
 from .prove import Context, Evaluator, Materialiser, Undecided
 from .reasons import Code, Reason, Refusal
-from .recognise.axes import size_hint
+from .recognise.axes import size_hint, spelled_alike
 from .recognise.backward import Backward, Joint, find_backward, leftovers, region_of
 from .recognise.block import Block, build_block, sizes
 from .recognise.direction import backward_nodes
+from .recognise.equal_sizes import equal_sizes, read_sizes_once
 from .recognise.nodes import val
 from .recognise.program import Program, Reader
 from .recognise.sdpa import build_sdpa_block, find_sdpa, find_sdpa_backward
@@ -183,7 +184,7 @@ def run(graph: Graph) -> GraphReport:
     left alone, with its reason in the report.
     """
     # The compiler may have its fake mode on; constants are looked at for real, new nodes turn it on themselves.
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), spelled_alike(equal_sizes(graph)):
         return _run(graph)
 
 
@@ -191,7 +192,10 @@ def _run(graph: Graph) -> GraphReport:
     global _rewrites
     key = graph_id(graph)
     state = _Pass(graph)
-    plans = [p for p in map(state.plan, state.anchors()) if p is not None]
+    anchors = list(state.anchors())
+    if anchors:
+        read_sizes_once(graph)
+    plans = [p for p in map(state.plan, anchors) if p is not None]
     rewriter = Rewriter(graph)
     reports: list[BlockReport] = []
     for i, plan in enumerate(plans):

@@ -16,14 +16,13 @@ from .backends import reference
 from .kernels.expr import Expr
 from .kernels.record import Attention, Predicate
 from .recognise.axes import product
-from .recognise.nodes import CASTS, VIEWS, aten, constant, is_tensor, target, val
+from .recognise.nodes import CASTS, VIEWS, aten, constant, is_random, is_tensor, target, val
 
 MAX_NODES = 4000
 MAX_ELEMENTS = 1 << 24
 """Of one tensor; larger blocks are not validated: compiling would take as long as running the model."""
 TOLERANCE = 1e-7
 """Of the largest value."""
-_RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial")
 
 
 class CannotValidate(Exception):
@@ -130,7 +129,7 @@ class _Run:
             for name in str(n.target).split("."):
                 t = getattr(t, name)
             return _double(t.detach().cpu())
-        if n.op != "call_function" or any(w in str(n.target) for w in _RANDOM):
+        if n.op != "call_function" or is_random(n):
             raise CannotValidate(f"{n.op} {n.target}")
         args: Any
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda i: self.values[i])

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forms_support import Compiled, args, check, check_close, check_report, compare, compiling, draw
+from forms_support import Compiled, args, check, check_close, check_report, compare, compiling, draw, results
 from forms_written import S, X, qk
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -271,3 +271,37 @@ def test_a_causal_mask_is_proved_in_the_graph_that_makes_it(broken, written):
     torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-4)
     kind = "causal" if not broken else "no mask, bias" if written else "mask tensor"
     assert blocks and {b.words for b in blocks} == {f"{kind}, MHA 4, d8, fp32"}, blocks
+
+
+NOISE = {"exponential": lambda s: -torch.empty_like(s).exponential_().log(), "uniform": lambda s: torch.empty_like(s).uniform_(),
+         "poisson": lambda s: torch.poisson(torch.ones_like(s))}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_is_drawn_anew_each_time(name):
+    """Two blocks on the same queries and keys, whose scores have the same noise but for what is drawn."""
+    def noisy(q, k, v):
+        return [(qk(q, k) + NOISE[name](qk(q, k).detach())).softmax(-1) @ v for _ in range(2)]
+
+    inputs = draw(args(X), SIZES, torch.float64, "noise", False)
+    compiled = Compiled(noisy)
+    got = []
+    with compiling(), torch._inductor.config.patch(fallback_random=True):
+        for fn in (compiled.fn, noisy):
+            torch.manual_seed(7)
+            outs, grads = results(fn, inputs, True)
+            got.append([*outs, *grads])
+        assert not torch.equal(*got[1][:2])
+        torch.testing.assert_close(*got, rtol=1e-12, atol=1e-12)
+        check_report(2)
+
+
+def test_a_bias_with_a_batch_of_its_own_is_named():
+    def batched_by_the_bias(q, k, v, bias):
+        return (qk(q, k) + bias).softmax(-1) @ v
+
+    inputs = [torch.randn(1, 4, 6, 8) for _ in range(3)]
+    with compiling():
+        Compiled(batched_by_the_bias).fn(*inputs, torch.randn(3, 1, 6, 6))
+        (block,) = fa_inductor.report().blocks
+    assert block.reason.code == Code.CONTRACTION and "a dimension that QK^T does not have" in block.reason.detail

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import pytest
 from forms_masked import FORMS as MASKED
+from forms_shared import FORMS as SHARED
 from forms_support import MODES, check_form
 from forms_written import FORMS as WRITTEN
 
-FORMS = {**WRITTEN, **MASKED}
+FORMS = {**WRITTEN, **MASKED, **SHARED}
 DYNAMIC = (
     "scale_multiplied", "softmax_in_float32", "heads_permuted", "heads_by_view", "three_dims", "two_dims",
     "keys_times_queries", "values_times_weights", "einsum_bqhd", "einsum_one_key_head", "grouped_repeat_kv",

@@ -6,14 +6,22 @@ with other sizes: a size that was taken for another gives an error or wrong numb
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import sympy
 import torch
-from forms_support import Compiled, compiling
+from forms_support import Compiled, compare, compiling
 from torch import Tensor
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 import fa_inductor
+from fa_inductor.reasons import Code
+from fa_inductor.recognise.equal_sizes import equal_sizes
 
 CALLS = [((2, 6, 8), (2, 6, 8)), ((3, 10, 8), (4, 5, 8)), ((5, 4, 8), (2, 7, 8))]
 
@@ -116,3 +124,83 @@ def test_called_with_other_sizes(form: Callable[[Tensor, Tensor], Tensor], train
                 want += torch.autograd.grad(want[0], xs, tangent, allow_unused=True)
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
         assert "rewritten" in [b.outcome for b in fa_inductor.report().blocks], fa_inductor.report()
+
+
+def windows_of_half_the_rows(x: Tensor, *weights: Tensor) -> Tensor:
+    b, rows, columns, c = x.shape
+    side = rows // 2
+    t = x.view(b, rows // side, side, columns, c).reshape(-1, side * columns, c)
+    q, k, v = ((t @ w).view(*t.shape[:-1], -1, 8).transpose(1, 2) for w in weights)
+    o = torch.softmax(q @ k.mT, -1) @ v
+    return o.transpose(1, 2).reshape(*t.shape[:-1], -1).view(b, rows, columns, c)
+
+
+def test_the_backward_spells_a_size_in_another_way() -> None:
+    """Its number of queries is a quotient of element counts; it reads a size off the probabilities, too."""
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.randn(16, 16, generator=g).mul_(0.3).requires_grad_() for _ in range(3)]
+    compiled = Compiled(windows_of_half_the_rows)
+    with compiling():
+        for shape in ((2, 8, 6, 16), (3, 4, 5, 16)):
+            x = torch.randn(shape, generator=g, requires_grad=True)
+            for d in range(3):
+                torch._dynamo.mark_dynamic(x, d)
+            compare(windows_of_half_the_rows, compiled.fn, [x, *weights], True)
+        report = fa_inductor.report()
+        assert (report.found, report.rewritten, compiled.compiles) == (1, 1, 1), report
+
+
+def _symint(expr: sympy.Expr) -> torch.SymInt:
+    env = ShapeEnv()
+    return torch.SymInt(SymNode(expr, env, int, 8))
+
+
+def test_a_view_proves_spellings_equal_and_the_first_one_is_used() -> None:
+    a, b, c = sympy.symbols("a b c", integer=True, positive=True)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    sizes = {n: graph.placeholder(f"s{n}") for n in (a, b, c)}
+    for n, node in sizes.items():
+        node.meta["val"] = _symint(n)
+
+    def view(given: list[Any], shown: list[Any]) -> None:
+        node = graph.call_function(torch.ops.aten.view.default, (x, given))
+        node.meta["val"] = SimpleNamespace(shape=[s if isinstance(s, int) else _symint(s) for s in shown])
+
+    with mock.patch("fa_inductor.recognise.equal_sizes.is_tensor", lambda n: hasattr(n.meta["val"], "shape")):
+        view([sizes[a], -1, 4], [a, b * 7, 4])
+        assert equal_sizes(graph) == {}, "nothing is known of a size that the view works out"
+        view([sizes[a], 4], [b * c, 4])
+        assert equal_sizes(graph) == {b * c: a}
+        view([sizes[c], 4], [b * c, 4])
+        assert equal_sizes(graph) == {b * c: a, c: a}
+        view([16, 4], [c, 4])
+        assert equal_sizes(graph) == {b * c: 16, c: 16, a: 16}
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * 0.5, -1) @ v
+
+
+def with_a_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=0.5)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("dims", [(3,), (1, 3), (1,)], ids=["head dim", "heads and head dim", "heads"])
+@pytest.mark.parametrize("form", [F.scaled_dot_product_attention, with_a_scale, written_out], ids=lambda f: f.__name__)
+def test_symbolic_heads_are_a_reason(form: Callable[..., Tensor], dims: tuple[int, ...], train: bool) -> None:
+    g = torch.Generator().manual_seed(2)
+    compiled = Compiled(form)
+    with compiling():
+        for n in (8, 16):
+            sizes = [n if d in dims else s for d, s in enumerate((2, 4, 6, 8))]
+            xs = [torch.randn(sizes, generator=g, requires_grad=True) for _ in range(3)]
+            for x in xs:
+                for d in dims:
+                    torch._dynamo.mark_dynamic(x, d)
+            compare(form, compiled.fn, xs, train)
+        # in an attention that is written out, the dimension that is static may be the heads just as well
+        reason = None if form is written_out and dims == (1,) else Code.RANK
+        assert [b.reason and b.reason.code for b in fa_inductor.report().blocks] == [reason], fa_inductor.report()
+        assert compiled.compiles == 1

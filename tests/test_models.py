@@ -28,6 +28,13 @@ def test_every_block_is_rewritten(name, attention, mode):
         assert any(r.startswith("causal") for r in row.records) and any("no mask" in r for r in row.records)
 
 
+@pytest.mark.parametrize("shapes", zoo.SHAPES)
+def test_large_scores_keep_the_contract(shapes):
+    """Scores in the hundreds: every rounding before the softmax counts, those of Inductor's layer norm as well."""
+    row = zoo.examine("clip_vision_model", "eager", "training", shapes=shapes)
+    assert row.ok and row.records == ["no mask, MHA 4, d8, fp32"], row
+
+
 def test_half_precision_keeps_the_contract():
     row = zoo.examine("llama", "eager", "training", "bfloat16")
     assert row.ok and row.records == ["causal, GQA 4/2, d8, bf16"], row

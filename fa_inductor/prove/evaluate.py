@@ -141,6 +141,9 @@ class Evaluator:
             return Poly.of(e)
         if isinstance(e, sympy.Integer):
             return Poly.of(int(e))
+        if isinstance(e, sympy.floor) and isinstance(e.args[0], sympy.Mul | sympy.Add):
+            n, d = sympy.together(e.args[0]).as_numer_denom()
+            return facts.floordiv(self.from_sympy(n), self.from_sympy(d))
         args = [self.from_sympy(a) for a in e.args] if not isinstance(e, sympy.Pow | sympy.Rational) else []
         if isinstance(e, sympy.Add):
             total = Poly({})
@@ -159,9 +162,6 @@ class Evaluator:
             return product
         if isinstance(e, TorchFloorDiv | CleanDiv):
             return facts.floordiv(args[0], args[1])
-        if isinstance(e, sympy.floor) and isinstance(e.args[0], sympy.Mul | sympy.Add):
-            n, d = sympy.together(e.args[0]).as_numer_denom()
-            return facts.floordiv(self.from_sympy(n), self.from_sympy(d))
         if isinstance(e, sympy.Mod | PythonMod) or (isinstance(e, Mod) and facts.nonneg(args[0])):
             return facts.mod(args[0], args[1])
         if isinstance(e, ModularIndexing):

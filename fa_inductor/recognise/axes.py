@@ -7,12 +7,26 @@ is the empty group.  Sizes are ints or sympy expressions of the graph's shape sy
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 
 import sympy
 import torch
 
 Size = int | sympy.Expr
+
+_EQUAL: ContextVar[Mapping[sympy.Expr, Size]] = ContextVar("equal sizes", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def spelled_alike(equal: Mapping[sympy.Expr, Size]) -> Iterator[None]:
+    """Sizes that are equal in the graph at hand have one `spelling` (see `equal_sizes`)."""
+    token = _EQUAL.set(equal)
+    try:
+        yield
+    finally:
+        _EQUAL.reset(token)
 
 
 def size_of(x: int | torch.SymInt) -> Size:
@@ -25,6 +39,17 @@ def size_of(x: int | torch.SymInt) -> Size:
 
 def shape_of(t: torch.Tensor) -> tuple[Size, ...]:
     return tuple(size_of(s) for s in t.shape)
+
+
+def spelling(x: int | torch.SymInt) -> Size:
+    """`size_of` in the one spelling of all equal sizes.  To compare, and not to divide: that needs the graph's own."""
+    e = size_of(x)
+    return e if isinstance(e, int) else _EQUAL.get().get(e, e)
+
+
+def spelt_shape(t: torch.Tensor) -> tuple[Size, ...]:
+    """`shape_of` in `spelling`."""
+    return tuple(spelling(s) for s in t.shape)
 
 
 def size_hint(size: Size, *tensors: torch.Tensor) -> int:

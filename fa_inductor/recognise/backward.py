@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..reasons import Code, Refusal
-from .axes import product, shape_of
+from .axes import product, spelt_shape
 from .block import Block
 from .derivative import Region, Variant, chain_of, clampings, find_clamps, runner, structure, trace, variants
 from .nodes import CASTS, VIEWS, aten, is_tensor, target, val
@@ -187,8 +187,8 @@ def leftovers(block: Block, region: Region, found: Backward | None, position: di
             if n in dead and any(u not in dead and u not in replaced for u in n.users):
                 dead.discard(n)
                 changed = True
-    sizes = {product(shape_of(val(n))) for n in (chain_of(block).path.product, chain_of(block).softmax.x)}
-    return [n for n in todo if n not in dead and is_tensor(n) and product(shape_of(val(n))) in sizes
+    sizes = {product(spelt_shape(val(n))) for n in (chain_of(block).path.product, chain_of(block).softmax.x)}
+    return [n for n in todo if n not in dead and is_tensor(n) and product(spelt_shape(val(n))) in sizes
             and target(n) not in CONSTANTS
             and not _is_source_view(n, block) and not _is_view_of(n, replaced)]
 
@@ -280,7 +280,7 @@ def _tangents(nodes: list[Node], tangent: Node, start: dict[Node, int | None], j
                 continue
             cand = real.args[pos]
             while is_tensor(cand):
-                if shape_of(val(cand)) == shape_of(like) and val(cand).dtype == like.dtype:
+                if spelt_shape(val(cand)) == spelt_shape(like) and val(cand).dtype == like.dtype:
                     if joint.ids[cand] not in seen:
                         seen.add(joint.ids[cand])
                         yield cand

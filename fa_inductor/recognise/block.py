@@ -183,7 +183,7 @@ def _product_dims(node: Node, dims: Dims) -> tuple[Dims, Dims, Group]:
 def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath, backward: set[Node]) -> Block:
     k_top = dims[sm.dim]
     left, right, d_top = _product_dims(path.product, path.product_dims)
-    keys_last = set(resolve(path.product_dims[-1])) == set(resolve(k_top))
+    keys_last = set(resolve(path.product_dims[-1])) >= set(resolve(k_top))
     a, b = factors(path.product)
     q_node, q_dims, k_node, k_dims = (a, left, b, right) if keys_last else (b, right, a, left)
     rows = path.product_dims[-2] if keys_last else path.product_dims[-1]
@@ -221,11 +221,15 @@ def _assemble(sm: Softmax, dims: Dims, path: ScorePath, values: ValuePath, backw
     q_axes = _query_axes(dims, sm.dim, row_axes, k, v)
     rest = [a for a in order if a not in q_axes]
     shared = [a for a in rest if k.depends(a) or v.depends(a)]
-    group = tuple(a for a in rest if a not in shared)
-    batch, kv = _split_heads(shared, q)
+    # what keys and values do not see is heads that share them, or a batch that does: the number of heads is static
+    group = tuple(a for a in rest if a not in shared and isinstance(a.size, int))
+    among, kv = _split_heads(shared, q)
+    batch = [a for a in rest if a in among or a not in shared and a not in group]
     block = Block("softmax", sm.out, path.steps, q.scale * k.scale, values.safe, q, k, v, tuple(batch), tuple(kv),
                   group, q_axes, resolve(k_top), resolve(d_top), resolve(dv_top), out, out_dims,
                   Chain(sm, path, values), tail)
+    if not set(_leaves(dims)) <= set(_leaves(path.product_dims)):
+        raise Refusal(Code.CONTRACTION, "what is done to the scores gives them a dimension that QK^T does not have")
     check(block, dims)
     if set(_leaves(path.product_dims)) != set(_leaves(dims)):
         raise Refusal(Code.CONTRACTION)

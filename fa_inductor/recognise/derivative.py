@@ -13,6 +13,7 @@ from .block import Block, Chain
 from .nodes import CASTS, aten, target, val
 from .postscale import LogSumExp
 from .recorder import Recorder
+from .scores import is_row_max
 from .softmax import Softmax
 
 
@@ -33,7 +34,8 @@ def chain_of(block: Block) -> Chain:
 
 
 Variant = tuple[str, Node | None, Node | None]
-"""(name, node to take the softmax of, node that holds its result); ``raw`` keeps the decomposed form."""
+"""(name, node to take the softmax of, node that holds its result); ``raw`` keeps the decomposed form, ``detached`` takes
+a row maximum that is subtracted from the scores for a constant, which changes no gradient but the way to it."""
 
 
 def variants(block: Block) -> Iterable[Variant]:
@@ -43,6 +45,8 @@ def variants(block: Block) -> Iterable[Variant]:
         if values.safe:
             yield ("safe", x, next((m for m in values.members if target(m) is aten.where.self), None))
         yield ("softmax", x, out)
+        if any(step.name == "sub" and is_row_max(step.node) for step in block.steps):
+            yield ("detached", x, out)
         if target(out) is aten.exp.default:
             yield ("log_softmax", x, out)
         if target(x) in CASTS:
@@ -53,6 +57,8 @@ def variants(block: Block) -> Iterable[Variant]:
             if val(x).dtype == torch.float32 and low.is_floating_point:
                 yield ("half_to_float", x.args[0], out)
     yield ("raw", None, None)
+    if any(target(n) is aten.sub.Tensor for n in sm.members):
+        yield ("detached", None, None)
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,8 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
                 return type(a)(get(b) for b in a) if isinstance(a, tuple) else [get(b) for b in a]
             return a
 
+        constants = {m for n in region.nodes if kind == "detached" and target(n) is aten.sub.Tensor and is_row_max(n)
+                     and isinstance(m := n.args[1], Node)}
         skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
         if lse is not None:
             skipped |= set(lse.members) - {lse.out}
@@ -214,6 +222,8 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
                 env[n] = aten._to_copy.default(get(n.args[0]), dtype=val(n).dtype)
             else:
                 env[n] = n.target(*get(n.args), **{k: get(v) for k, v in n.kwargs.items()})  # type: ignore[operator]
+            if n in constants:
+                env[n] = env[n].detach()
         return env[region.out]
 
     return run

@@ -36,6 +36,16 @@ def target(node: Any) -> Any:
     return node.target if isinstance(node, Node) and node.op == "call_function" else None
 
 
+_RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial")
+
+
+def is_random(node: Node) -> bool:
+    """Whether a second call with the same arguments gives something else."""
+    t = target(node)
+    return t is not None and (torch.Tag.nondeterministic_seeded in getattr(t, "tags", ())
+                              or any(w in str(t) for w in _RANDOM))
+
+
 def arg(node: Node, i: int, name: str, default: Any = None) -> Any:
     """Argument by position or keyword."""
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .axes import shape_of
+from .axes import spelling, spelt_shape
 from .nodes import (
     CASTS,
     COPIES,
@@ -19,6 +19,7 @@ from .nodes import (
     aten,
     constant,
     is_full_slice,
+    is_random,
     is_tensor,
     permutation,
     target,
@@ -33,7 +34,6 @@ _SAME = {aten.mul.Scalar: aten.mul.Tensor, aten.add.Scalar: aten.add.Tensor, ate
          aten.logical_and_.default: aten.logical_and.default}
 _REDUCTIONS = {aten.amax.default, aten.sum.dim_IntList, aten.amin.default, aten.mean.dim, aten.any.dim, aten.any.dims,
                aten.all.dim, aten.all.dims}
-_IMPURE = ("rand", "bernoulli", "dropout", "normal", "multinomial")
 
 
 def _is_lifted(n: Node) -> bool:
@@ -91,15 +91,15 @@ class Numbering:
         v = n.meta.get("val")
         if t is None or not isinstance(v, torch.Tensor):
             if isinstance(v, (torch.SymInt, int)) and not isinstance(v, bool):
-                return ("int", str(v.node.expr) if isinstance(v, torch.SymInt) else str(v))
+                return ("int", str(spelling(v)))
             if t is None or v is None:
                 return ("node", id(n))
-        if t is not None and any(w in str(t) for w in _IMPURE):
+        if is_random(n):
             return ("node", id(n))
         if not isinstance(v, torch.Tensor):
             return self._generic(n, t, ids, None)
         src = n.args[0] if n.args and is_tensor(n.args[0]) else None
-        shape, dtype = shape_of(v), v.dtype
+        shape, dtype = spelt_shape(v), v.dtype
         if src is not None and len(n.args) > 1 and t in _REDUCTIONS:
             dims = n.args[1] if isinstance(n.args[1], (list, tuple)) else [n.args[1]]
             rank = max(val(src).dim(), 1)
@@ -110,12 +110,12 @@ class Numbering:
                     t is aten.slice.Tensor and is_full_slice(n)):
                 return i if i is not None else ("node", id(n))
             if t in RESHAPES or t is aten.expand.default:
-                if shape_of(val(src)) == shape:
+                if spelt_shape(val(src)) == shape:
                     return i if i is not None else ("node", id(n))
                 if t in RESHAPES:
                     return self._reshape(i, shape, dtype)
                 return ("expand", i, shape, dtype)
-            if t is aten.copy.default and shape_of(val(n.args[1])) == shape and val(n.args[1]).dtype == dtype:
+            if t is aten.copy.default and spelt_shape(val(n.args[1])) == shape and val(n.args[1]).dtype == dtype:
                 i = ids(n.args[1])
                 return i if i is not None else ("node", id(n))
             if t in PERMUTES:
@@ -138,7 +138,7 @@ class Numbering:
 
     def _shape(self, i: int | None) -> tuple | None:
         n = self.first.get(i) if i is not None else None
-        return shape_of(val(n)) if n is not None and is_tensor(n) else None
+        return spelt_shape(val(n)) if n is not None and is_tensor(n) else None
 
     def _permute(self, i: int | None, perm: tuple[int, ...], shape: tuple, dtype: torch.dtype) -> Key | int:
         key = self._key[i] if i is not None else None
@@ -160,7 +160,7 @@ class Numbering:
         if isinstance(a, Node):
             v = a.meta.get("val")
             if isinstance(v, (torch.SymInt, int)) and not isinstance(v, bool):
-                return ("int", str(v.node.expr) if isinstance(v, torch.SymInt) else str(v))
+                return ("int", str(spelling(v)))
             c = constant(a)
             if c is not None and val(a).dim() == 0 and not _is_lifted(a):
                 return ("number", float(c))
@@ -172,5 +172,5 @@ class Numbering:
         if isinstance(a, (int, float)):
             return ("number", float(a))
         if isinstance(a, torch.SymInt):
-            return ("int", str(a.node.expr))
+            return ("int", str(spelling(a)))
         return ("lit", str(a))

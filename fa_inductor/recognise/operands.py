@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .axes import AxesError, Axis, Dims, broadcast_operand, resolve, resolve_dims, shape_of
-from .nodes import COPIES, aten, constant, is_tensor, is_widening, pull, target, val
+from .nodes import COPIES, aten, constant, is_random, is_tensor, is_widening, pull, target, val
 
 
 @dataclass
@@ -89,8 +89,7 @@ def is_dropout_mask(node: object) -> bool:
         if not isinstance(n, Node) or n in seen:
             continue
         seen.add(n)
-        name = getattr(n.target, "_name", "") or str(n.target)
-        if any(w in name for w in ("rand", "bernoulli", "dropout")):
+        if is_random(n):
             return True
         todo.extend(n.all_input_nodes)
     return False

@@ -100,7 +100,7 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
     if t in PRODUCTS or t in ADDED_PRODUCTS:
         r, c = dims[-2], dims[-1]
         keys = set(resolve(k_axes))
-        if keys == set(resolve(c)) or keys == set(resolve(r)):
+        if keys <= set(resolve(c)) or keys <= set(resolve(r)):  # with the batch beside them, where all share the queries
             steps = [] if t in PRODUCTS else [Step(node, "added_product", 1, dims, node.args[0])]
             return ScorePath(node, dims, steps, [node])
         return None

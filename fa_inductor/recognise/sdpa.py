@@ -89,7 +89,10 @@ def build_sdpa_block(node: Node) -> Block:
     group = tuple(a for a in resolve(qd[1]) if a not in shared)
     scale = node.kwargs.get("scale")
     if scale is None:
-        scale = 1.0 / math.sqrt(int(shape_of(val(q))[3]))
+        head_dim = shape_of(val(q))[3]
+        if not isinstance(head_dim, int):
+            raise Refusal(Code.RANK, "the head dim is not static")
+        scale = 1.0 / math.sqrt(head_dim)
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise Refusal(Code.SCALE)
     steps: list[Step] = []

@@ -74,14 +74,15 @@ class Emitter:
                 for other in others:
                     size = self.call(operator.floordiv, size, other)
                 return size
-        raise Refusal(Code.RANK, "a symbolic size is on no dimension of the tensor")
+        return self._in_graph(axis.size)
 
     def _in_graph(self, size: Size) -> Node:
-        """A node that holds this size, which is one of several on its dimension: a window's, or the number of them."""
+        """A node that holds this size, which is one of several on its dimension (a window's, or the number of them), or on
+        none: that of the batch, for queries that all batches share."""
         found = size_node(self.graph, size, self.at)
         if found is not None:
             return found
-        raise Refusal(Code.RANK, "two symbolic sizes share a dimension")
+        raise Refusal(Code.RANK, "a symbolic size is on no dimension of its own")
 
     def arrange(self, node: Node, dims: Dims, want: Dims, *, copy: bool = True,
                 sizes: tuple[Node, Dims] | None = None) -> Node | None:
