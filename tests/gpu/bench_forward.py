@@ -2,8 +2,8 @@
 
     python tests/gpu/bench_forward.py [--out FILE] [--dims 64,128,256] [--lengths 1024,4096,16384] [--peers cudnn,fa3]
 
-16k tokens and a hidden size of 2048 in all; random data; medians.  Providers take turns: the chip is at its limit of power, and
-what one draws, the next one feels.
+16k tokens and a hidden size of 2048 in all; random data; medians.  Providers take turns, each round from another one on, and
+each is timed after `WARM` milliseconds of its own: the chip is at its limit of power, and what one draws, the next one feels.
 """
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from triton.testing import do_bench
 
 from fa_inductor.kernels import api
 from fa_inductor.kernels.record import Attention, Band
+
+WARM = 80
 
 
 def peers() -> dict[str, Any]:
@@ -56,8 +58,8 @@ def main() -> None:
     p.add_argument("--dims", default="64,128,256")
     p.add_argument("--lengths", default="1024,4096,16384")
     p.add_argument("--peers", default="cudnn,sdpa_fa2,fa3,fa4_cute", help="which to run beside it, of those that import")
-    p.add_argument("--rep", type=int, default=15, help="milliseconds of a turn")
-    p.add_argument("--rounds", type=int, default=5, help="turns of each provider")
+    p.add_argument("--rep", type=int, default=30, help="milliseconds of a turn")
+    p.add_argument("--rounds", type=int, default=4, help="turns of each provider")
     args = p.parse_args()
     others = {n: f for n, f in peers().items() if n in args.peers.split(",")} if args.peers else {}
     rows: list[dict[str, Any]] = []
@@ -77,10 +79,11 @@ def main() -> None:
                 line = f"{work:28s}"
                 calls = {n: partial(f, q, k, v, causal) for n, f in {"fa_inductor": ours, **others}.items()}
                 times: dict[str, list[float]] = {n: [] for n in calls}
-                for _ in range(args.rounds):
-                    for name, call in list(calls.items()):
+                for turn in range(args.rounds):
+                    order = list(calls.items())
+                    for name, call in order[turn % len(order):] + order[:turn % len(order)]:
                         try:
-                            times[name].append(do_bench(call, warmup=5, rep=args.rep, return_mode="median"))
+                            times[name].append(do_bench(call, warmup=WARM, rep=args.rep, return_mode="median"))
                         except Exception as e:
                             rows.append({"work": work, "provider": name, "error": repr(e)[:200]})
                             line += f" {name} {type(e).__name__} {str(e)[:80]}"
