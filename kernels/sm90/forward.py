@@ -734,8 +734,8 @@ class ForwardKernel(Prepare):
                     cute.arch.mbarrier_wait(shared.bits_full.data_ptr() + k_stage, k_phase)
                 if const_expr(self.t.ping_pong):
                     cute.arch.barrier(barrier_id=_BAR_TURN + w, number_of_threads=256)
-                    peer = select_(w + 1 == self.nwg, Int32(0), w + 1)
-                    cute.arch.barrier_arrive(barrier_id=_BAR_TURN + peer, number_of_threads=256)
+                    other = select_(w + 1 == self.nwg, Int32(0), w + 1)
+                    cute.arch.barrier_arrive(barrier_id=_BAR_TURN + other, number_of_threads=256)
                 self.wait_v(shared, v_stage, v_phase)
                 _arrive(shared.k_empty.data_ptr() + k_stage)
                 _arrive(shared.v_empty.data_ptr() + v_stage)

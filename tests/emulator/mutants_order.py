@@ -17,6 +17,8 @@ DRAWN = Case("mutants drawn items", rows=200, keys=200, heads=(2, 2), hi=0, sms=
 PADDED_ITEMS = Case("mutants padded items of one tile", rows=64, keys=128, heads=(4, 4), padding="none", seed=113, sms=1)
 """No bit is cleared and no item has a second tile, so that the mask warp waits for nothing but what it must."""
 GROUPED = Case("mutants grouped", rows=64, keys=64, heads=(4, 2), batch=2, seed=105)
+LEFT_OUT = Case("mutants tiles left out", rows=384, keys=384, hi=0, heads=(2, 2), sms=2, seed=117)
+"""Of 192 rows a block and 128 keys a tile the first warpgroups do not see the last one."""
 MANY = Case("mutants many tiles", rows=64, keys=1400, seed=116)
 PLAIN_AGAIN = Case("mutants persistent d64", rows=64, keys=300, heads=(2, 2), sms=1, seed=114)
 
@@ -229,10 +231,19 @@ def order() -> list[Mutant]:
     add("more registers than there are", PLAIN, "^deadlock: .*setmaxreg|^registers", lambda t: t.sub(
         r"setmaxnreg\.inc(\S+\s+)160", r"setmaxnreg.inc\g<1>168"), fast=True)
     add("registers not given back", PLAIN, "^deadlock: .*setmaxreg", lambda t: t.drop(r"setmaxnreg\.dec"))
-    add("turn not passed on", TURNS, r"^deadlock: .*barrier\(barrier_id=_BAR_TURN", lambda t: t.drop(r"bar\.arrive", 1, of=2), fast=True)
-    add("first turn not given", TURNS, r"^deadlock: .*barrier\(barrier_id=_BAR_TURN", lambda t: t.drop(r"bar\.arrive", 0, of=2))
+    add("turn not passed on", TURNS, r"^deadlock: .*barrier\(barrier_id=_BAR_TURN", lambda t: t.drop(
+        r"bar\.arrive", at="_BAR_TURN + peer"), fast=True)
+    add("first turn not given", TURNS, r"^deadlock: .*barrier\(barrier_id=_BAR_TURN", lambda t: t.drop(
+        r"bar\.arrive", at="barrier_id=_BAR_TURN,"))
     add("turn taken by half a pair", TURNS, "^barrier: .* for 128 threads", lambda t: t.sub(
-        r"(bar\.arrive\s+\S+), 256", r"\1, 128", 1, of=2))
+        r"(bar\.arrive\s+\S+), 256", r"\1, 128", at="_BAR_TURN + peer"))
+    # Tiles that a warpgroup leaves out.
+    add("turn not given away with a tile left out", LEFT_OUT, "^deadlock: ", lambda t: t.drop_all(
+        r"bar\.arrive", at="_BAR_TURN + other", of=2), fast=True)
+    add("a tile left out not released", LEFT_OUT, "^deadlock: ", lambda t: t.cut(
+        t.arrive("k_empty", 0, 4), t.arrive("k_empty", 3, 4)))
+    add("a tile left out that is seen", LEFT_OUT, "^wrong answer: ", lambda t: t.sub_all(
+        r"setp\.(?:gt|le)\.s32(\s+%p\d+), (%r\d+), (%r\d+);", r"setp.ne.s32\1, \2, \3;", at="> reach", of=2), fast=True)
     return found
 
 
