@@ -32,7 +32,6 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cutlass_dsl import not_, select_
 from cutlass.utils import SmemAllocator
 
-from ..expr import SCORE
 from .prepare import COMBINE, SCAN, Prepare
 from .program import TANH_SMALL, Emitter, as_bool, as_float, chunks, load, tanh_reach
 from .variant import Forward
@@ -856,12 +855,7 @@ class ForwardKernel(Prepare):
         v = self.v
         b, h, row0, col0, rows, keys = where
         emit = Emitter(v.captures, captures, ints, b, h, col0, keys, row0, scale, small, whole, self.unpacked(ahead))
-        # scale * QK^T + f(everything else) is one fma
-        plain = v.score is not None and v.score.op == "add" and SCORE in v.score.args
-        other = None
-        if plain:
-            other = v.score.args[1] if v.score.args[0] == SCORE else v.score.args[0]
-            plain = not other.uses_score()
+        other = v.added
         q = [cutlass.min(row0 + 8 * r, rows - 1) for r in range(2)]
         for j in range(self.t.keys // 8):
             for e in range(2):
@@ -869,7 +863,7 @@ class ForwardKernel(Prepare):
                 column = (c, col0 + c)
                 for r in range(2):
                     i, row = 4 * j + 2 * r + e, (r, q[r])
-                    if plain:
+                    if other is not None:
                         x = cute.math.fma(s[i], scale, as_float(emit(other, row, column, None)))
                     elif v.score is not None:
                         x = as_float(emit(v.score, row, column, s[i]))

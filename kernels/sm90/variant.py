@@ -10,7 +10,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Literal
 
-from ..expr import Expr
+from ..expr import SCORE, Expr
 from ..record import EmptyRows
 
 MAX_CAPTURES = 4
@@ -134,7 +134,7 @@ class Forward:
     def tile(self) -> Tile:
         read = sum("k" in c.axes and not c.relative for c in self.captures) + self.dense + bool(self.documents)
         uses = {"": True, "several": read > 1, "one": read == 1, "wide": read == 1 and any(c.wide for c in self.captures),
-                "score": self.score is not None, "band": self.band_lo or self.band_hi}
+                "score": self.score is not None and self.added is None, "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
@@ -159,6 +159,14 @@ class Forward:
     def rising(self) -> bool:
         """Later row blocks are likely to walk more key tiles."""
         return (self.band_hi or self.dense) and not self.split
+
+    @property
+    def added(self) -> Expr | None:
+        """What the score program adds to the score, where it is that: scale * QK^T + f(everything else) is one fma."""
+        if self.score is None or self.score.op != "add" or SCORE not in self.score.args:
+            return None
+        other = self.score.args[1] if self.score.args[0] == SCORE else self.score.args[0]
+        return None if other.uses_score() else other
 
     @property
     def has_program(self) -> bool:
