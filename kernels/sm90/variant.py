@@ -57,6 +57,7 @@ _TILES: tuple[tuple[int, int, str, Tile], ...] = (
     (128, 128, "several", Tile(128, 96, 2, 240, 24, True, True, "several tensors are read for each element; not tuned")),
     (256, 256, "several", Tile(128, 48, 2, 240, 24, True, False, "as above; not tuned")),
     (64, 64, "wide", Tile(192, 96, 2, 160, 32, True, True, "what is read ahead for 112 keys spills; 2026-11-30")),
+    (64, 64, "padded", Tile(192, 96, 2, 160, 32, True, True, "112 keys spill with float32 and means of V; not tuned")),
     (64, 64, "one", Tile(192, 112, 2, 160, 32, True, True, "a tensor is read for each element; 2026-11-30")),
     (96, 96, "one", Tile(192, 80, 2, 160, 32, True, True, "as above; 96 keys spill with ids of 64 bits; not tuned")),
     (128, 128, "one", Tile(128, 128, 2, 240, 24, True, True, "as above; 160 keys spill with float32; 2026-11-30")),
@@ -134,6 +135,7 @@ class Forward:
     def tile(self) -> Tile:
         read = sum("k" in c.axes and not c.relative for c in self.captures) + self.dense + bool(self.documents)
         uses = {"": True, "several": read > 1, "one": read == 1, "wide": read == 1 and any(c.wide for c in self.captures),
+                "padded": read == 1 and self.padding and self.empty == "mean",
                 "score": self.score is not None and self.added is None, "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:

@@ -23,9 +23,9 @@ def by_name() -> dict[str, Program]:
 
 
 def form_of(kind: str) -> str:
-    """An opcode with its modifiers, without cache hints, the uniformity of a branch, and spellings of one state space or of
-    one move of bits."""
-    kind = {"mov.f32": "mov.b32"}.get(kind, kind)
+    """An opcode with its modifiers, without cache hints, the uniformity of a branch, defaults that are written out (of a wait
+    for an mbarrier: PTX ISA 9.7.13.15.16), and spellings of one state space or of one move of bits."""
+    kind = {"mov.f32": "mov.b32"}.get(kind, kind).replace("_wait.parity.acquire.cta", "_wait.parity")
     drop = ("uni", "L2::cache_hint", "tile")
     words = [{"shared::cta": "shared", "shared::cluster": "shared", "2d": "3d", "4d": "3d"}.get(w, w) for w in kind.split(".")]
     return ".".join(w for w in words if w not in drop)

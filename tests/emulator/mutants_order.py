@@ -130,7 +130,7 @@ def order() -> list[Mutant]:
     add("first item read before it is announced", ITEMS, r"^race: read of shared memory .* after its write by CTA 0 warp 0.*words.i.|"
         "^uninitialised: read .*words.i.", lambda t: t.no_wait(t.wait("item_full", 0, 2)), fast=True)
     add("first item announced before it is written", ITEMS, "^(race|uninitialised): read of .*words.i.", _announced_early)
-    add("item heard from the other slot", ITEMS, "^race: .*words", _other_slot_read)
+    add("item heard from the other slot", ITEMS, "^(race: .*words|deadlock: )", _other_slot_read)
     add("item told in the other slot", ITEMS, "^(race|uninitialised): read of .*words", _other_slot_written, fast=True)
     add("phase of the item slots not flipped in the consumer", ITEMS, r"^deadlock: .*mbarrier_wait\(shared\.item_full",
         lambda t: _still(t, t.wait("item_full", 1, 2)), fast=True)

@@ -107,8 +107,8 @@ def values() -> list[Mutant]:
     add("not normalised", PLAIN, WRONG, lambda t: t.sub(r"rcp\.approx\.ftz\.f32", "mov.b32", 0, of=2))
     add("normalised by the sum of the other row", PLAIN, WRONG, _other_sum)
     add("lse in base 2", PLAIN, "^wrong answer: lse", lambda t: t.sub(r"0f3F317218", "0f3F800000", 0, of=2))
-    add("bias of the wrong row", BIAS, WRONG, lambda t: t.sub(
-        r"ld\.global\.(\S+) (.*) \+ 32\]", r"ld.global.\1 \2 + 40]", 0, of=4))
+    add("bias of another key", BIAS, WRONG, lambda t: t.sub(
+        r"ld\.global\.(\S+) (.*) \+ 32\]", r"ld.global.\1 \2 + 40]", 2, of=4))
     # Epilogue.
     add("wrong swizzle of O", PLAIN, "^uninitialised: tensor copy", lambda t: t.sub(
         r"and\.b32(\s+%r\d+, %r\d+), 112;", r"and.b32\1, 48;", 0, "cute.copy(store", of=4), fast=True)
