@@ -135,7 +135,8 @@ class Forward:
     def tile(self) -> Tile:
         read = sum("k" in c.axes and not c.relative for c in self.captures) + self.dense + bool(self.documents)
         uses = {"": True, "several": read > 1, "one": read == 1, "wide": read == 1 and any(c.wide for c in self.captures),
-                "padded": read == 1 and self.padding and self.empty == "mean", "score": self.score is not None, "band": self.band_lo or self.band_hi}
+                "padded": read == 1 and self.padding and self.empty == "mean", "score": self.score is not None,
+                "band": self.band_lo or self.band_hi}
         for dim, dim_v, use, tile in _TILES:
             if self.dim <= dim and self.dim_v <= dim_v and uses[use]:
                 return tile
