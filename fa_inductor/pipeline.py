@@ -18,7 +18,7 @@ from .recognise.axes import size_hint, spelled_alike
 from .recognise.backward import Backward, Joint, find_backward, leftovers, region_of
 from .recognise.block import Block, build_block, sizes
 from .recognise.direction import backward_nodes
-from .recognise.equal_sizes import equal_sizes, read_sizes_once
+from .recognise.equal_sizes import equal_sizes
 from .recognise.nodes import val
 from .recognise.program import Program, Reader
 from .recognise.sdpa import build_sdpa_block, find_sdpa, find_sdpa_backward
@@ -27,6 +27,7 @@ from .recognise.source import source_of
 from .report import Block as BlockReport
 from .report import GraphReport, graph_id
 from .rewrite.apply import Inputs, Rewriter
+from .sizes import read_sizes_once
 
 log = logging.getLogger(__name__)
 _rewrites = 0

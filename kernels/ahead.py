@@ -26,7 +26,7 @@ _MOST = 8
 """Processes at a time."""
 _CODE = ("import sys; sys.path[:0] = sys.argv[2].split({separator!r}); sys.modules['torch'] = None; "
          "from fa_inductor.kernels import ahead; ahead.compile_one(sys.argv[1])")
-"""Without torch, which the DSL would import when it can: a third of the whole time."""
+"""Without torch, which the DSL would import when it can and does not need."""
 _started: dict[Forward, subprocess.Popen[bytes]] = {}
 _lock = Lock()
 

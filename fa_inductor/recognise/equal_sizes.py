@@ -42,20 +42,6 @@ def equal_sizes(graph: Graph) -> dict[sympy.Expr, Size]:
     return {e: _size(root(e)) for e in parent}
 
 
-def read_sizes_once(graph: Graph) -> None:
-    """Take each size from the first integer that holds it, and not from a later tensor.
-
-    A backward may read the size of a matrix of scores, which would then stay in use for this alone.
-    """
-    first: dict[sympy.Expr, torch.fx.Node] = {}
-    for n in graph.nodes:
-        value = n.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            earlier = first.setdefault(value.node.expr, n)
-            if earlier is not n and target(n) is aten.sym_size.int:
-                n.replace_all_uses_with(earlier)
-
-
 def _spelling(x: object) -> sympy.Expr | None:
     if isinstance(x, torch.fx.Node):
         x = x.meta.get("val")

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from ..reasons import Code, Refusal
 from .axes import AxesError, Axis, Dims, Group, broadcast_operand, product, resolve, shape_of
-from .nodes import CASTS, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
+from .nodes import CASTS, COPIES, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
 from .softmax import row_max_of, same
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
@@ -91,6 +91,19 @@ def _all_axes(dims: Dims) -> set[Axis]:
     return {a for g in dims for a in resolve(g)}
 
 
+def _is_mixed(node: Node) -> bool:
+    """Whether a matrix with several axes beside the contraction is itself a batch of products: scores that a product over
+    heads mixes, and no keys of a whole batch."""
+    for _ in range(MAX_STEPS):
+        t = target(node)
+        if t is aten.bmm.default:
+            return True
+        if t not in VIEWS and t not in CASTS and t not in COPIES and t not in POINTWISE or not is_tensor(node.args[0]):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
 def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | None:
     if depth > MAX_STEPS or not is_tensor(node):
         return None
@@ -100,7 +113,9 @@ def _find(node: Node, dims: Dims, k_axes: set[Axis], depth: int) -> ScorePath | 
     if t in PRODUCTS or t in ADDED_PRODUCTS:
         r, c = dims[-2], dims[-1]
         keys = set(resolve(k_axes))
-        if keys <= set(resolve(c)) or keys <= set(resolve(r)):  # with the batch beside them, where all share the queries
+        a, b = factors(node)
+        if any(keys == set(resolve(here)) or keys < set(resolve(here)) and resolve(there) and not _is_mixed(m)
+               for here, there, m in ((c, r, b), (r, c, a))):  # with the batch beside them, where all share the queries
             steps = [] if t in PRODUCTS else [Step(node, "added_product", 1, dims, node.args[0])]
             return ScorePath(node, dims, steps, [node])
         return None

@@ -43,7 +43,6 @@ _DRAW = 2
 """The next item is drawn so many key tiles before the end of the loads of one."""
 _ITEM = 8
 """Words of shared memory for what the load warp tells about a work item."""
-
 LAZY = 8.0
 """A row's reference is replaced when its maximum rises by more than this, in base-2 units."""
 
