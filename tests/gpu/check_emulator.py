@@ -1,6 +1,6 @@
 """Run on a GPU what the emulator runs in CI, and write the outcome as JSON for CI to compare with.
 
-    python tests/gpu/check_emulator.py --out tests/results/emulator_h200.json [--only TEXT] [--add]
+    python tests/gpu/check_emulator.py --out tests/results/emulator_h200.json [--only TEXT] [--add] [--workers N]
 
 --add runs what the file does not have yet, programs that have changed included, and adds it; what no longer exists
 leaves the file.
@@ -18,6 +18,7 @@ import json
 import platform
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,14 @@ def finish(work: Any, names: list[str], patience: float = 120.0, start: float = 
     return found
 
 
+def shared_out(work: Any, names: list[str], workers: int) -> dict[str, Any]:
+    """`finish` in several processes, each with a share of the names; kernels are compiled by whom they fall to."""
+    with ThreadPoolExecutor(workers) as pool:
+        shares = pool.map(finish, [work] * workers, [names[i::workers] for i in range(workers)])
+        found = {n: r for share in shares for n, r in share.items()}
+    return {n: found[n] for n in names}
+
+
 def as_text(report: dict[str, Any]) -> str:
     """JSON with one line for each program and case."""
     parts = []
@@ -131,12 +140,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="programs and cases whose name contains this")
     parser.add_argument("--add", action="store_true", help="only what the file does not have")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the cases")
     args = parser.parse_args()
     start = time.time()
     report = left_of(args.out if args.add else None)
     done_programs = finish(programs, [n for n in by_name() if args.only in n and n not in report["programs"]])
     print(f"{len(done_programs)} programs, {time.time() - start:.0f} s", flush=True)
-    done_cases = finish(cases, [n for n in CASES if args.only in n and n not in report["cases"]])
+    done_cases = shared_out(cases, [n for n in CASES if args.only in n and n not in report["cases"]], args.workers)
     bad = {n: r for n, r in done_programs.items() if "error" in r or "unexpected" in r}
     wrong = {n: r.get("error") or r["wrong"] for n, r in done_cases.items() if "error" in r or r["wrong"]}
     report["runs"].append({
