@@ -488,13 +488,14 @@ def _run(
     size = (variant, batch, rows, keys, device.index)
     chosen = plan.launches.get(size)
     if chosen is None:
-        section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         shares = splits(variant, batch, heads, rows, keys, _sm_count(device.index))
+        variant = replace(variant, split=shares > 1)
+        section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         if shares > 1:
             section, blocks = shares, blocks * shares
         if len(plan.launches) > 1000:
             plan.launches.clear()
-        chosen = plan.launches[size] = (_kernel(replace(variant, split=shares > 1)), section, blocks, shares)
+        chosen = plan.launches[size] = (_kernel(variant), section, blocks, shares)
     fn, section, blocks, shares = chosen
     tickets = launch.counter(device) if variant.uneven else None
     parts = None
@@ -625,11 +626,15 @@ def _narrow(x: int) -> int:
     return int(x)
 
 
+_TEAM = 40
+"""Row blocks of a head from which on teams of two pay, though one block idles at the end where they are odd."""
+
+
 def schedule(
     variant: Forward, batch: int, heads: int, group: int, rows: int, keys: int, device: int
 ) -> tuple[int, int]:
     """(section, blocks) of a launch: one block a multiprocessor at most, which fetches the next tile's Q and K while it
-    writes O.
+    writes O.  What a section is: `ForwardKernel.__call__`.
 
     Raises:
         ValueError: more tiles of queries than a counter of 32 bits can deal out.
@@ -638,6 +643,10 @@ def schedule(
     tiles = m_blocks * heads * batch
     if tiles >= 1 << 30:
         raise ValueError(f"{tiles} tiles of queries are more than a counter of 32 bits can deal out")
+    if variant.clustered:
+        team = 2 if m_blocks % 2 == 0 or m_blocks >= _TEAM else 1
+        needed = -(-m_blocks // team) * team * heads * batch
+        return team, min(needed + needed % 2, max(2, _sm_count(device) // 2 * 2))
     per_head = 2 * keys * (variant.dim + variant.dim_v)
     section = min(max(1, _L2_BYTES // per_head) * group, heads * batch)
     return section, min(tiles, _sm_count(device))

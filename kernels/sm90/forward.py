@@ -143,7 +143,8 @@ class ForwardKernel(Prepare):
         tiles: scratch for `list_tiles`.  seen: ``[B, 3]`` int32, scratch for the first key of each batch entry that is not padding, one past
         the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
-        share the keys of an item.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
+        share the keys of an item; with ``clustered`` 2 where the two blocks of a cluster are a team, which takes neighbouring row
+        blocks of a head and loads their K and V once, else 1.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
         parts: ``[section * B, Hq, Sq, Dv + 4]`` float32, scratch for what each of them finds for a row, its reference and its
         sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
@@ -157,11 +158,12 @@ class ForwardKernel(Prepare):
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        shared_load, sharers = (cpasync.CopyBulkTensorTileG2SMulticastOp(), 2) if self.v.clustered else (load, 1)
         tma_q, mq = cpasync.make_tiled_tma_atom(load, view(q, [2, 3, 1, 0]), cute.select(lq, mode=[0, 1]), (64, self.v.dim))
         tma_k, mk = cpasync.make_tiled_tma_atom(
-            load, view(k, [2, 3, 1, 0]), cute.select(lk, mode=[0, 1]), (tile.keys, self.v.dim))
+            shared_load, view(k, [2, 3, 1, 0]), cute.select(lk, mode=[0, 1]), (tile.keys, self.v.dim), sharers)
         tma_v, mv = cpasync.make_tiled_tma_atom(
-            load, view(v, [3, 2, 1, 0]), cute.select(lv, mode=[0, 1]), (self.v.dim_v, tile.keys))
+            shared_load, view(v, [3, 2, 1, 0]), cute.select(lv, mode=[0, 1]), (self.v.dim_v, tile.keys), sharers)
         tma_o, mo = cpasync.make_tiled_tma_atom(
             store, view(out, [2, 3, 1, 0]), cute.select(lo, mode=[0, 1]), (64, self.v.dim_v))
         edges = (band_lo, band_hi, chunk, chunk_offset)
@@ -183,7 +185,7 @@ class ForwardKernel(Prepare):
         self.kernel(
             tma_q, mq, tma_k, mk, tma_v, mv, tma_o, mo, given, padding, *args,
             lq, lk, lv, lo,
-        ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=[blocks, 1, 1], block=[self.v.threads, 1, 1], cluster=[sharers, 1, 1], stream=stream, min_blocks_per_mp=1)
         if const_expr(parts is not None):
             self.combine(parts, given, out, lse, section).launch(
                 grid=[out.shape[2], out.shape[1], out.shape[0]], block=[COMBINE, 1, 1], stream=stream)
@@ -211,17 +213,19 @@ class ForwardKernel(Prepare):
     # load warp works out what the item is, and tells the other warps.
 
     def _decode(self, index, rows, heads, batch, section):
-        """Work item -> (row block, query head, batch).
+        """Work item -> (row block, query head, batch).  An item of a team of two blocks is two row blocks, one for each.
 
         Without a causal edge the row blocks of one head follow each other, so that its K and V stay in L2.  With one,
         the row blocks of a section of heads follow each other, long rows first.
         """
-        m_blocks = (rows + (self.t.rows - 1)) // self.t.rows
+        m_blocks = self._row_blocks(rows, section)
         if self.v.split:
             index = index // section
         if not self.v.rising:
             bh = index // m_blocks
             m = index - bh * m_blocks
+            if self.v.clustered:
+                m = m * section + select_(section == 2, self._rank(), Int32(0))
         else:
             first = index // (section * m_blocks)
             rest = index - first * (section * m_blocks)
@@ -235,9 +239,21 @@ class ForwardKernel(Prepare):
         b = bh // heads
         return m, bh - b * heads, b
 
+    def _rank(self):
+        """Of the block in its cluster of two."""
+        return cute.arch.block_idx()[0] % 2
+
+    def _per_team(self, blocks, section):
+        return blocks // section if self.v.clustered else blocks
+
+    def _row_blocks(self, rows, section):
+        """Row blocks of a head, or pairs of them for teams."""
+        each = self.t.rows * section if self.v.clustered else self.t.rows
+        return (rows + (each - 1)) // each
+
     def _total(self, rows, heads, batch, section):
         """How many work items there are."""
-        items = ((rows + (self.t.rows - 1)) // self.t.rows) * heads * batch
+        items = self._row_blocks(rows, section) * heads * batch
         return items * section if self.v.split else items
 
     def _begin(self, index, total, rows, heads, batch, section, keys, seen, tiles, edges):
@@ -269,13 +285,13 @@ class ForwardKernel(Prepare):
         return word >> 1, (word & 1) != 0
 
     @cute.jit
-    def _draw(self, index, tickets, total):
+    def _draw(self, index, tickets, total, section):
         """Index of the next item, in lane 0 of the load warp.
 
         Each item is followed by one draw, the last of a block too, so a launch draws `total` times whatever its grid: the
         counter, which starts again at 0 after `total` steps, ends as it began, and the next launch needs no other one.
         """
-        grid = cute.arch.grid_dim()[0]
+        grid = self._per_team(cute.arch.grid_dim()[0], section)
         item = index + grid
         if const_expr(self.v.uneven):
             if cute.arch.lane_idx() == 0:
@@ -368,6 +384,8 @@ class ForwardKernel(Prepare):
         sk = shared.k.get_tensor(lk.outer, swizzle=lk.inner)
         sv = shared.v.get_tensor(lv.outer, swizzle=lv.inner)
 
+        # Warps that are through with a stage say so to all blocks that write to it.
+        users = 4 * nwg * section if const_expr(self.v.clustered) else 4 * nwg
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             with cute.arch.elect_one():
@@ -377,16 +395,24 @@ class ForwardKernel(Prepare):
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(shared.k_full.data_ptr() + i, 1)
                     cute.arch.mbarrier_init(shared.v_full.data_ptr() + i, 1)
-                    cute.arch.mbarrier_init(shared.k_empty.data_ptr() + i, 4 * nwg)
-                    cute.arch.mbarrier_init(shared.v_empty.data_ptr() + i, 4 * nwg)
+                    cute.arch.mbarrier_init(shared.k_empty.data_ptr() + i, users)
+                    cute.arch.mbarrier_init(shared.v_empty.data_ptr() + i, users)
                     cute.arch.mbarrier_init(shared.bits_full.data_ptr() + i, 1)
                     cute.arch.mbarrier_init(shared.v_clean.data_ptr() + i, 1)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(shared.item_full.data_ptr() + i, 1)
                     cute.arch.mbarrier_init(shared.item_empty.data_ptr() + i, 4 * nwg + (1 if self.v.padding else 0))
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(self.v.clustered):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
+        if const_expr(self.v.clustered):
+            # The second block of the last cluster may have nothing to do: all its warps are as idle as warp 1.
+            total = self._total(mq.shape[0], mq.shape[2], mq.shape[3], section)
+            warp_index = select_(self._per_team(cute.arch.block_idx()[0], section) < total, warp_index, Int32(1))
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.t.producer_regs)
             if warp_index == 0:
@@ -398,6 +424,10 @@ class ForwardKernel(Prepare):
             cute.arch.setmaxregister_increase(self.t.consumer_regs)
             self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, tiles, dense, doc_q, doc_k, sink, vmean,
                          captures, ints, scale, fill, edges, section)
+        if const_expr(self.v.clustered):
+            # The other block may still arrive at this one's barriers, or read what they guard.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def load(self, tma_q, mq, sq, tma_k, mk, sk, tma_v, mv, sv, shared, seen, tiles, edges, section, tickets):
@@ -413,23 +443,23 @@ class ForwardKernel(Prepare):
         gq = cute.local_tile(mq, (64, v.dim), (None, 0, None, None))
         gk = cute.local_tile(mk, (t.keys, v.dim), (None, 0, None, None))
         gv = cute.local_tile(mv, (v.dim_v, t.keys), (0, None, None, None))
-        one = cute.make_layout(1)
-        q_s, q_g = cpasync.tma_partition(tma_q, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2))
-        k_s, k_g = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2))
-        v_s, v_g = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), cute.group_modes(gv, 0, 2))
+        q_s, q_g = cpasync.tma_partition(
+            tma_q, 0, cute.make_layout(1), cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2))
+        k_s, k_g = self._shares(tma_k, sk, gk)
+        v_s, v_g = self._shares(tma_v, sv, gv)
 
         total = self._total(rows, heads, batch, section)
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         slot, slot_phase = Int32(0), Int32(1)
         index, m, h, b, first, last = self._begin(
-            cute.arch.block_idx()[0], total, rows, heads, batch, section, keys, seen, tiles, edges)
+            self._per_team(cute.arch.block_idx()[0], section), total, rows, heads, batch, section, keys, seen, tiles, edges)
         self._tell((index, m, h, b, first, last), shared, slot, slot_phase)
         slot ^= 1
         while index < total:
             hk = h // group
             # Before Q: the buffers of K are free while the tile before is still being written.
             n, _ = self._tile(tiles, m, h, b, Int32(0), last)
-            k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
+            k_stage, k_phase = self._fetch(tma_k, [g[None, n, hk, b] for g in k_g], k_s, section, shared.k_full, shared.k_empty,
                                            k_stage, k_phase, k_bytes)
             for w in cutlass.range_constexpr(self.nwg):
                 cute.arch.mbarrier_wait(shared.q_empty.data_ptr() + w, q_phase)
@@ -443,11 +473,11 @@ class ForwardKernel(Prepare):
                 before = n
                 if i + 1 < last - first:
                     n, _ = self._tile(tiles, m, h, b, i + 1, last)
-                    k_stage, k_phase = self._fetch(tma_k, k_g[None, n, hk, b], k_s, shared.k_full, shared.k_empty,
+                    k_stage, k_phase = self._fetch(tma_k, [g[None, n, hk, b] for g in k_g], k_s, section, shared.k_full, shared.k_empty,
                                                    k_stage, k_phase, k_bytes)
                 if i == cutlass.max(last - first - _DRAW, 0):
-                    drawn = self._draw(index, tickets, total)
-                v_stage, v_phase = self._fetch(tma_v, v_g[None, before, hk, b], v_s, shared.v_full, shared.v_empty,
+                    drawn = self._draw(index, tickets, total, section)
+                v_stage, v_phase = self._fetch(tma_v, [g[None, before, hk, b] for g in v_g], v_s, section, shared.v_full, shared.v_empty,
                                                v_stage, v_phase, v_bytes)
             following = self._begin(
                 cute.arch.shuffle_sync(drawn, 0), total, rows, heads, batch, section, keys, seen, tiles, edges)
@@ -455,12 +485,28 @@ class ForwardKernel(Prepare):
             slot, slot_phase = slot ^ 1, slot_phase ^ slot
             index, m, h, b, first, last = following
 
-    def _fetch(self, tma, source, target, full, empty, stage, phase, size):
-        """Fill one stage by TMA once it is free; returns the next (stage, phase)."""
+    def _shares(self, tma, target, source):
+        """Memory and source of a tile of K or V, in as many pieces as blocks may load it together."""
+        n = 2 if self.v.clustered else 1
+        pieces = [cpasync.tma_partition(tma, i, cute.make_layout(n), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2))
+                  for i in range(n)]
+        return [p[0] for p in pieces], [p[1] for p in pieces]
+
+    @cute.jit
+    def _fetch(self, tma, source, target, section, full, empty, stage, phase, size):
+        """Fill one stage by TMA once it is free, in both blocks of a team; returns the next (stage, phase)."""
+        barrier = full.data_ptr() + stage
         cute.arch.mbarrier_wait(empty.data_ptr() + stage, phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full.data_ptr() + stage, size)
-        cute.copy(tma, source, target[None, stage], tma_bar_ptr=full.data_ptr() + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        if const_expr(self.v.clustered):
+            rank = self._rank()
+            to = select_(section == 2, Int32(3), Int32(1) << rank)
+            for i in cutlass.range_constexpr(2):
+                if (section == 1) | (rank == i):
+                    cute.copy(tma, source[i], target[i][None, stage], tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(to))
+        else:
+            cute.copy(tma, source[0], target[0][None, stage], tma_bar_ptr=barrier)
         return self._advance(stage, phase)
 
     def _advance(self, stage, phase):
@@ -572,6 +618,13 @@ class ForwardKernel(Prepare):
             if w == nwg - 1:
                 cute.arch.barrier_arrive(barrier_id=_BAR_TURN, number_of_threads=256)
 
+        away = None
+        if const_expr(v.clustered):
+            # From a shared memory address of this block to that of the one at whose barriers this lane arrives.
+            rank = self._rank()
+            away = cute.arch.inline_ptx(
+                "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; sub.s32 {$w0}, there, {$r0}; }",
+                write_only_types=[Int32], read_only_args=[shared.k_empty.data_ptr(), select_(lane == 0, rank, 1 - rank)])
         total = self._total(rows, heads, batch, section)
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         slot, slot_phase = Int32(1), Int32(0)
@@ -601,7 +654,7 @@ class ForwardKernel(Prepare):
                     _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
             self.scores(s0, shared, k_stage, k_phase, n, full, partial, row0, column, h, b, rows, keys, dense,
                         doc_q, doc_k, captures, ahead, ints, scale, edges)
-            _arrive(shared.k_empty.data_ptr() + k_stage)
+            self._release(shared.k_empty.data_ptr() + k_stage, lane, section, away)
             k_stage, k_phase = self._advance(k_stage, k_phase)
             row_sum.fill(0.0)
             for r in cutlass.range_constexpr(2):
@@ -635,7 +688,7 @@ class ForwardKernel(Prepare):
                             dense, doc_q, doc_k, captures, ahead, ints, scale, edges)
                 # What bounds the loop is the time from S to P, and the power that the chip may draw.  The special function unit
                 # takes one exponential in 8 cycles of a warp; all else is laid out so that ptxas can issue it in between: row 1's
-                # maximum under row 0's exponentials, the packing of P and the scaling of O under what is left of both.
+                # maximum under row 0's exponentials, the packing of P under what is left of both.
                 first_row = _row(cute.size(s), 0)
                 factor0, rose0 = self.maximum(s, row_max, scale_log2, 0)
                 sums0 = self.exponentials(s, row_max, row_sum, factor0, scale_log2, 0)
@@ -645,16 +698,18 @@ class ForwardKernel(Prepare):
                 enough = sums0[min(t.under_pv, len(first_row) - 1)]
                 if const_expr(t.own_o):
                     _arrive_after(shared.q_empty.data_ptr() + w, (lane == 0) & (i == last - first - 2), enough)
-                _arrive_after(shared.k_empty.data_ptr() + k_stage, lane == 0, enough)
+                self._release(shared.k_empty.data_ptr() + k_stage, lane, section, away, enough)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 warpgroup.wait_group(0)
-                _arrive_after(shared.v_empty.data_ptr() + v_stage, lane == 0, factor0)
+                self._release(shared.v_empty.data_ptr() + v_stage, lane, section, away, factor0)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
                 there = cute.arch.mbarrier_test_wait(shared.k_full.data_ptr() + k_stage, k_phase)
+                # Seldom, after the first few tiles.  Skipped by a branch, all the products of O cost neither time nor energy.
+                if cute.arch.vote_any_sync(rose0 | rose1):
+                    for r, factor in enumerate((factor0, factor1)):
+                        for e in _row(cute.size(o), r):
+                            o[e] = o[e] * factor
                 self.exponentials(s, row_max, row_sum, factor1, scale_log2, 1)
-                for r, (factor, rose) in enumerate(((factor0, rose0), (factor1, rose1))):
-                    for e in _row(cute.size(o), r):
-                        o[e] = _times_where(o[e], factor, rose)
                 self.pack(s, packed)
 
             self.wait_v(shared, v_stage, v_phase)
@@ -676,7 +731,7 @@ class ForwardKernel(Prepare):
                 warpgroup.wait_group(1)
             else:
                 warpgroup.wait_group(0)
-            _arrive(shared.v_empty.data_ptr() + last_v)
+            self._release(shared.v_empty.data_ptr() + last_v, lane, section, away)
             self.normalise(o, row_max, row_sum, scale, fill, keys, row0, column, this_h, this_b, group, lse, sink, vmean)
 
             if const_expr(v.split):
@@ -740,6 +795,9 @@ class ForwardKernel(Prepare):
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
                 last = last - 1
+            # Known to be equal in a warp, they address shared memory from uniform registers.
+            last, k_stage, k_phase, v_stage, v_phase = (
+                cute.arch.make_warp_uniform(x) for x in (last, k_stage, k_phase, v_stage, v_phase))
         return last, k_stage, k_phase, v_stage, v_phase
 
     @cute.jit
@@ -758,6 +816,17 @@ class ForwardKernel(Prepare):
         warpgroup.fence()
         _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, stage], True)
         warpgroup.commit_group()
+
+    def _release(self, barrier, lane, section, away, value=None):
+        """This warp is through with a stage: say so to the blocks that write to it, not before `value` is there."""
+        if not self.v.clustered:
+            _arrive(barrier) if value is None else _arrive_after(barrier, lane == 0, value)
+            return
+        nobody = select_(lane < section, Int32(-1), Int32(0x7FFFFFFF))
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; .reg .b32 at, bits; add.s32 at, {$r0}, {$r1}; mov.b32 bits, {$r2}; setp.gt.s32 p, bits, {$r3}; "
+            "@p mbarrier.arrive.shared::cluster.b64 _, [at]; }",
+            read_only_args=[barrier, away, Float32(0.0) if value is None else value, nobody])
 
     @cute.jit
     def wait_v(self, shared, stage, phase):
@@ -1120,14 +1189,6 @@ def _after(x, value):
     """x, but not before `value` is there, as far as ptxas knows: it is masked by the block's index in a grid of one plane."""
     return cute.arch.inline_ptx("lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0xF8;", write_only_types=[Float32],
                                 read_only_args=[x, value, cute.arch.block_idx()[2]])
-
-
-def _times_where(x, factor, where):
-    """x * factor where asked for.  By a predicate: a branch would be in the way of the schedule, and a product by 1 costs
-    energy, 6 % of the speed (tests/results/kernels_tuning_h200.json)."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; mov.f32 {$w0}, {$r0}; @p mul.f32 {$w0}, {$r0}, {$r1}; }",
-        write_only_types=[Float32], read_only_args=[x, factor, select_(where, Int32(1), Int32(0))])
 
 
 def _all_ones(bits: int) -> int:

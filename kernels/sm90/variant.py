@@ -158,6 +158,11 @@ class Forward:
         return self.band_hi and not self.listed and not self.split
 
     @property
+    def clustered(self) -> bool:
+        """Launched in clusters of two blocks, which may share K and V: both walk all key tiles."""
+        return not self.uneven and not self.split
+
+    @property
     def rising(self) -> bool:
         """Later row blocks are likely to walk more key tiles."""
         return (self.band_hi or self.dense) and not self.split

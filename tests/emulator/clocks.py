@@ -21,19 +21,28 @@ Where = np.ndarray | slice
 class Clock:
     """What one agent, or one barrier, has behind it."""
 
-    __slots__ = ("fenced", "seen")
+    __slots__ = ("barriers", "fenced", "seen")
 
     def __init__(self) -> None:
         self.seen = np.zeros(CAPACITY, np.int64)
         self.fenced = np.zeros(CAPACITY, np.int64)
+        self.barriers = np.zeros(CAPACITY, np.int64)
+        """Of others, but initialisations of mbarriers only: what fence.mbarrier_init releases."""
 
     def join(self, other: Clock) -> None:
         np.maximum(self.seen, other.seen, out=self.seen)
         np.maximum(self.fenced, other.fenced, out=self.fenced)
+        np.maximum(self.barriers, other.barriers, out=self.barriers)
 
     def copy(self) -> Clock:
         new = Clock()
-        new.seen[:], new.fenced[:] = self.seen, self.fenced
+        new.seen[:], new.fenced[:], new.barriers[:] = self.seen, self.fenced, self.barriers
+        return new
+
+    def released(self) -> Clock:
+        """What a relaxed arrival hands on: what a fence before it has released."""
+        new = Clock()
+        new.barriers[:] = self.barriers
         return new
 
     def fence(self) -> None:

@@ -125,7 +125,7 @@ class Cta:
         b = self.barriers.get(address)
         if b is None:
             raise Fault("barrier", f"{what} at {address:#x} of shared memory of {self.name}, where no mbarrier was initialised")
-        if w.clock.seen[b.owner] < b.at:
+        if max(w.clock.seen[b.owner], w.clock.barriers[b.owner]) < b.at:
             raise Fault("race", f"{what} of {b.where} is not ordered after its initialisation by "
                         f"{self.cluster.agents.names[b.owner]}")
         return b

@@ -163,7 +163,8 @@ class Launcher:
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
         params = [*maps, (fresh(lse, 2) if parts is None else fresh(parts_lse, 3)), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
                   chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
-        _, stats = emulate(programs.main, blocks, params, seed=self.seed, limit=self.limit, shared_bytes=shared_bytes(variant))
+        _, stats = emulate(programs.main, blocks, params, cluster=(2 if variant.clustered else 1, 1, 1), seed=self.seed,
+                           limit=self.limit, shared_bytes=shared_bytes(variant))
         if int(self.counter) != 0:
             raise Fault("counter", f"the counter of work items is {int(self.counter)} after a launch")
         self.stats.append(stats)
@@ -181,7 +182,8 @@ def _packed(x: torch.Tensor, pack: int) -> torch.Tensor:
 def boxes(v: Forward) -> list[tuple[int, int]]:
     """(elements of a row, rows) that one tensor copy of Q, K, V and O moves; a row is as long as the swizzle spans."""
     qk, vo = (64 if dim % 64 == 0 else 32 for dim in (v.dim, v.dim_v))
-    return [(qk, 64), (qk, v.tile.keys), (vo, v.tile.keys), (vo, 64)]
+    keys = v.tile.keys // 2 if v.clustered else v.tile.keys  # in two halves, since each block of a team loads one
+    return [(qk, 64), (qk, keys), (vo, keys), (vo, 64)]
 
 
 def shared_bytes(v: Forward) -> int:

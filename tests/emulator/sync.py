@@ -247,7 +247,7 @@ def _cluster(form: Form) -> Run:
         if kind == "arrive":
             threads = sum(32 * len(c.warps) for c in cluster.ctas)
             w.units.setdefault("cluster", ClusterPhase()).mine = b.arrive(
-                w.clock if order != "relaxed" else Clock(), w.name, 32, threads)
+                w.clock if order != "relaxed" else w.clock.released(), w.name, 32, threads)
             w.tick()
             return None
         unit = w.units.get("cluster")
@@ -281,7 +281,7 @@ def _fence(form: Form) -> Run:
         form.one("release")
         form.one("cluster")
         form.done(0)
-        return lambda w, mask: _publish_barriers(w)
+        return lambda w, mask: _publish_barriers(w, release=True)
     if form.has("proxy"):
         kind = form.one("async", "async.global", "alias", "tensormap::generic")
         if kind.startswith("async"):
@@ -304,10 +304,12 @@ def _fence(form: Form) -> Run:
     return lambda w, mask: None
 
 
-def _publish_barriers(w: Warp) -> None:
+def _publish_barriers(w: Warp, release: bool = False) -> None:
     for b in w.cta.barriers.values():
         if w.clock.seen[b.owner] >= b.at:
             b.fenced = True
+            if release:
+                w.clock.barriers[b.owner] = max(w.clock.barriers[b.owner], b.at)
 
 
 @operation("setmaxnreg")
