@@ -16,7 +16,7 @@ import torch
 from . import ahead, cache, launch, one_row
 from .expr import MARGIN, READS, SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
-from .sm90.variant import MAX_CAPTURES, MAX_INTS, Capture, Forward, padded
+from .sm90.variant import HEADS, MAX_CAPTURES, MAX_INTS, ROWS, Capture, Forward, padded
 
 DSL = "nvidia-cutlass-dsl"
 DSL_VERSIONS = ((4, 8), (5, 0))
@@ -224,8 +224,22 @@ def expected(
         if first < last:
             q, captures = one_row.pack(record, q, captures, keys, first, last)
             record, keys = packed, last - first
-    variant = variant_of(record, captures)
-    return replace(variant, split=splits(variant, q.shape[0], q.shape[1], q.shape[2], keys, sms) > 1)
+    return launched(variant_of(record, captures), *q.shape[:3], record.group, keys, sms)[0]
+
+
+def launched(
+    variant: Forward, batch: int, heads: int, rows: int, group: int, keys: int, sms: int
+) -> tuple[Forward, int]:
+    """What of a variant a problem of this size is launched with, and how many blocks share the keys of an item."""
+    shares = splits(variant, batch, heads, rows, keys, sms)
+    if shares > 1:
+        return replace(variant, split=True), shares
+    m_blocks = -(-rows // variant.tile.rows)
+    if variant.may_team and group % 2 == 0:
+        return replace(variant, team=HEADS), 1
+    if variant.may_team and not variant.uneven and (m_blocks % 2 == 0 or m_blocks >= _TEAM):
+        return replace(variant, team=ROWS), 1
+    return variant, 1
 
 
 _compiled: dict[Forward, Any] = {}
@@ -277,6 +291,7 @@ def variants() -> list[Forward]:
             Forward("bfloat16", d, dv, band_hi=True, padding=True, empty="mean"),
         ]
     found += [Forward("bfloat16", d, d, split=True, empty="nan") for d in (64, 128, 256)]
+    found += [replace(v, team=team) for v in found if v.may_team for team in ((HEADS,) if v.uneven else (ROWS, HEADS))]
     found += [
         Forward("bfloat16", 128, 128, padding=True, split=True, empty="zero"),
         Forward("bfloat16", 128, 128, positive_scale=False, empty="nan"),
@@ -488,16 +503,15 @@ def _run(
     size = (variant, batch, rows, keys, device.index)
     chosen = plan.launches.get(size)
     if chosen is None:
-        shares = splits(variant, batch, heads, rows, keys, _sm_count(device.index))
-        variant = replace(variant, split=shares > 1)
+        variant, shares = launched(variant, batch, heads, rows, record.group, keys, _sm_count(device.index))
         section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         if shares > 1:
             section, blocks = shares, blocks * shares
         if len(plan.launches) > 1000:
             plan.launches.clear()
-        chosen = plan.launches[size] = (_kernel(variant), section, blocks, shares)
-    fn, section, blocks, shares = chosen
-    tickets = launch.counter(device) if variant.uneven else None
+        chosen = plan.launches[size] = (_kernel(variant), section, blocks, shares, variant.counted)
+    fn, section, blocks, shares, counted = chosen
+    tickets = launch.counter(device) if counted else None
     parts = None
     if shares > 1:
         parts = torch.empty((shares * batch, heads, rows, dim_v + 4), dtype=torch.float32, device=device)
@@ -579,7 +593,7 @@ class _Plan:
         self.bshd = record.layout == "bshd"
         self.scale, self.fill = record.scale, record.fill
         self.lo, self.hi = -_FAR, _FAR
-        self.launches: dict[Any, tuple[Any, int, int, int]] = {}
+        self.launches: dict[Any, tuple[Any, int, int, int, bool]] = {}
         # Nothing but bands with constant offsets: no per-call work.
         self.plain = record.sink is None and self.variant.empty != "mean" and not self.loads and not self.syms and all(
             isinstance(a, Predicate) or isinstance(a, Band) and isinstance(a.lo, int | None) and isinstance(a.hi, int | None)
@@ -626,8 +640,8 @@ def _narrow(x: int) -> int:
     return int(x)
 
 
-_TEAM = 40
-"""Row blocks of a head from which on teams of two pay, though one block idles at the end where they are odd."""
+_TEAM = 48
+"""Row blocks from which on a team of two pays though one of its blocks idles at the end where they are odd."""
 
 
 def schedule(
@@ -640,16 +654,15 @@ def schedule(
         ValueError: more tiles of queries than a counter of 32 bits can deal out.
     """
     m_blocks = -(-rows // variant.tile.rows)
+    if variant.team == ROWS:
+        m_blocks += m_blocks % 2
     tiles = m_blocks * heads * batch
     if tiles >= 1 << 30:
         raise ValueError(f"{tiles} tiles of queries are more than a counter of 32 bits can deal out")
-    if variant.clustered:
-        team = 2 if m_blocks % 2 == 0 or m_blocks >= _TEAM else 1
-        needed = -(-m_blocks // team) * team * heads * batch
-        return team, min(needed + needed % 2, max(2, _sm_count(device) // 2 * 2))
     per_head = 2 * keys * (variant.dim + variant.dim_v)
     section = min(max(1, _L2_BYTES // per_head) * group, heads * batch)
-    return section, min(tiles, _sm_count(device))
+    each = variant.blocks
+    return max(1, section // 2 if variant.team == HEADS else section), min(tiles, max(each, _sm_count(device) // each * each))
 
 
 def splits(variant: Forward, batch: int, heads: int, rows: int, keys: int, sms: int) -> int:

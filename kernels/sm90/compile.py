@@ -62,7 +62,7 @@ def compile_forward(variant: Forward, options: str = "") -> Any:
         *captures,
         *(Int32(0) for _ in range(MAX_INTS)),
         Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1),
-        _tensor("int32", 1, True, 4) if v.uneven else None,
+        _tensor("int32", 1, True, 4) if v.counted else None,
         _tensor("float32", 4, True, 16) if v.split else None, Int32(1), Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]

@@ -34,7 +34,7 @@ from cutlass.utils import SmemAllocator
 
 from .prepare import COMBINE, SCAN, Prepare
 from .program import TANH_SMALL, Emitter, as_bool, as_float, chunks, load, tanh_reach
-from .variant import Forward
+from .variant import HEADS, ROWS, Forward
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -143,8 +143,7 @@ class ForwardKernel(Prepare):
         tiles: scratch for `list_tiles`.  seen: ``[B, 3]`` int32, scratch for the first key of each batch entry that is not padding, one past
         the last, and their number.
         section: heads whose K and V are walked together (they should fit in L2); with ``split`` the number of blocks that
-        share the keys of an item; with ``clustered`` 2 where the two blocks of a cluster are a team, which takes neighbouring row
-        blocks of a head and loads their K and V once, else 1.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
+        share the keys of an item; with a team heads, or pairs of them.  tickets: ``[1]`` int32, 0 before and after; of no other launch that may run meanwhile.
         parts: ``[section * B, Hq, Sq, Dv + 4]`` float32, scratch for what each of them finds for a row, its reference and its
         sum.
         blocks: thread blocks to launch; where they are fewer than the tiles of queries, each takes several.
@@ -158,7 +157,7 @@ class ForwardKernel(Prepare):
             return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        shared_load, sharers = (cpasync.CopyBulkTensorTileG2SMulticastOp(), 2) if self.v.clustered else (load, 1)
+        shared_load, sharers = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.v.team else load, self.v.blocks
         tma_q, mq = cpasync.make_tiled_tma_atom(load, view(q, [2, 3, 1, 0]), cute.select(lq, mode=[0, 1]), (64, self.v.dim))
         tma_k, mk = cpasync.make_tiled_tma_atom(
             shared_load, view(k, [2, 3, 1, 0]), cute.select(lk, mode=[0, 1]), (tile.keys, self.v.dim), sharers)
@@ -213,19 +212,17 @@ class ForwardKernel(Prepare):
     # load warp works out what the item is, and tells the other warps.
 
     def _decode(self, index, rows, heads, batch, section):
-        """Work item -> (row block, query head, batch).  An item of a team of two blocks is two row blocks, one for each.
+        """Work item -> (row block, query head, batch), of a team those of this block.
 
         Without a causal edge the row blocks of one head follow each other, so that its K and V stay in L2.  With one,
         the row blocks of a section of heads follow each other, long rows first.
         """
-        m_blocks = self._row_blocks(rows, section)
+        m_blocks, heads = self._units(rows, heads)
         if self.v.split:
             index = index // section
         if not self.v.rising:
             bh = index // m_blocks
             m = index - bh * m_blocks
-            if self.v.clustered:
-                m = m * section + select_(section == 2, self._rank(), Int32(0))
         else:
             first = index // (section * m_blocks)
             rest = index - first * (section * m_blocks)
@@ -235,25 +232,29 @@ class ForwardKernel(Prepare):
             bh = first * section + (rest - step * width)
         if self.v.batch_inner:
             h = bh // batch
-            return m, h, bh - h * batch
-        b = bh // heads
-        return m, bh - b * heads, b
+            b = bh - h * batch
+        else:
+            b = bh // heads
+            h = bh - b * heads
+        if self.v.team == ROWS:
+            m = 2 * m + self._rank()
+        if self.v.team == HEADS:
+            h = 2 * h + self._rank()
+        return m, h, b
 
     def _rank(self):
         """Of the block in its cluster of two."""
         return cute.arch.block_idx()[0] % 2
 
-    def _per_team(self, blocks, section):
-        return blocks // section if self.v.clustered else blocks
-
-    def _row_blocks(self, rows, section):
-        """Row blocks of a head, or pairs of them for teams."""
-        each = self.t.rows * section if self.v.clustered else self.t.rows
-        return (rows + (each - 1)) // each
+    def _units(self, rows, heads):
+        """Row blocks and heads of a batch entry, or pairs of them for teams."""
+        each = self.t.rows * (2 if self.v.team == ROWS else 1)
+        return (rows + (each - 1)) // each, heads // 2 if self.v.team == HEADS else heads
 
     def _total(self, rows, heads, batch, section):
         """How many work items there are."""
-        items = self._row_blocks(rows, section) * heads * batch
+        m_blocks, heads = self._units(rows, heads)
+        items = m_blocks * heads * batch
         return items * section if self.v.split else items
 
     def _begin(self, index, total, rows, heads, batch, section, keys, seen, tiles, edges):
@@ -285,18 +286,21 @@ class ForwardKernel(Prepare):
         return word >> 1, (word & 1) != 0
 
     @cute.jit
-    def _draw(self, index, tickets, total, section):
+    def _draw(self, index, tickets, total):
         """Index of the next item, in lane 0 of the load warp.
 
-        Each item is followed by one draw, the last of a block too, so a launch draws `total` times whatever its grid: the
-        counter, which starts again at 0 after `total` steps, ends as it began, and the next launch needs no other one.
+        By the counter each item is followed by one draw, the last of a block too, so a launch draws `total` times whatever its
+        grid: the counter, which starts again at 0 after `total` steps, ends as it began, and the next launch needs no other one.
+        Teams do without: one takes the items forwards and backwards in turn, so that all have as many long ones.
         """
-        grid = self._per_team(cute.arch.grid_dim()[0], section)
+        grid = cute.arch.grid_dim()[0] // self.v.blocks
         item = index + grid
-        if const_expr(self.v.uneven):
+        if const_expr(self.v.counted):
             if cute.arch.lane_idx() == 0:
                 item = grid + cute.arch.inline_ptx("atom.global.inc.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
                                                    read_only_args=[tickets.iterator, total - 1])
+        elif const_expr(self.v.rising):
+            item = 2 * grid * (index // grid + 1) - 1 - index
         return item
 
     @cute.jit
@@ -384,8 +388,8 @@ class ForwardKernel(Prepare):
         sk = shared.k.get_tensor(lk.outer, swizzle=lk.inner)
         sv = shared.v.get_tensor(lv.outer, swizzle=lv.inner)
 
-        # Warps that are through with a stage say so to all blocks that write to it.
-        users = 4 * nwg * section if const_expr(self.v.clustered) else 4 * nwg
+        # Warps that are through with a stage say so to both blocks of a team: each writes to the other's.
+        users = 4 * nwg * self.v.blocks
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             with cute.arch.elect_one():
@@ -403,16 +407,12 @@ class ForwardKernel(Prepare):
                     cute.arch.mbarrier_init(shared.item_full.data_ptr() + i, 1)
                     cute.arch.mbarrier_init(shared.item_empty.data_ptr() + i, 4 * nwg + (1 if self.v.padding else 0))
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.v.clustered):
+        if const_expr(self.v.team):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
-        if const_expr(self.v.clustered):
-            # The second block of the last cluster may have nothing to do: all its warps are as idle as warp 1.
-            total = self._total(mq.shape[0], mq.shape[2], mq.shape[3], section)
-            warp_index = select_(self._per_team(cute.arch.block_idx()[0], section) < total, warp_index, Int32(1))
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.t.producer_regs)
             if warp_index == 0:
@@ -424,7 +424,7 @@ class ForwardKernel(Prepare):
             cute.arch.setmaxregister_increase(self.t.consumer_regs)
             self.consume(mq, mk, mo, tma_o, sq, sk, sv, so, shared, lse, tiles, dense, doc_q, doc_k, sink, vmean,
                          captures, ints, scale, fill, edges, section)
-        if const_expr(self.v.clustered):
+        if const_expr(self.v.team):
             # The other block may still arrive at this one's barriers, or read what they guard.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -452,14 +452,14 @@ class ForwardKernel(Prepare):
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
         slot, slot_phase = Int32(0), Int32(1)
         index, m, h, b, first, last = self._begin(
-            self._per_team(cute.arch.block_idx()[0], section), total, rows, heads, batch, section, keys, seen, tiles, edges)
+            cute.arch.block_idx()[0] // self.v.blocks, total, rows, heads, batch, section, keys, seen, tiles, edges)
         self._tell((index, m, h, b, first, last), shared, slot, slot_phase)
         slot ^= 1
         while index < total:
             hk = h // group
             # Before Q: the buffers of K are free while the tile before is still being written.
             n, _ = self._tile(tiles, m, h, b, Int32(0), last)
-            k_stage, k_phase = self._fetch(tma_k, [g[None, n, hk, b] for g in k_g], k_s, section, shared.k_full, shared.k_empty,
+            k_stage, k_phase = self._fetch(tma_k, [g[None, n, hk, b] for g in k_g], k_s, shared.k_full, shared.k_empty,
                                            k_stage, k_phase, k_bytes)
             for w in cutlass.range_constexpr(self.nwg):
                 cute.arch.mbarrier_wait(shared.q_empty.data_ptr() + w, q_phase)
@@ -473,11 +473,11 @@ class ForwardKernel(Prepare):
                 before = n
                 if i + 1 < last - first:
                     n, _ = self._tile(tiles, m, h, b, i + 1, last)
-                    k_stage, k_phase = self._fetch(tma_k, [g[None, n, hk, b] for g in k_g], k_s, section, shared.k_full, shared.k_empty,
+                    k_stage, k_phase = self._fetch(tma_k, [g[None, n, hk, b] for g in k_g], k_s, shared.k_full, shared.k_empty,
                                                    k_stage, k_phase, k_bytes)
                 if i == cutlass.max(last - first - _DRAW, 0):
-                    drawn = self._draw(index, tickets, total, section)
-                v_stage, v_phase = self._fetch(tma_v, [g[None, before, hk, b] for g in v_g], v_s, section, shared.v_full, shared.v_empty,
+                    drawn = self._draw(index, tickets, total)
+                v_stage, v_phase = self._fetch(tma_v, [g[None, before, hk, b] for g in v_g], v_s, shared.v_full, shared.v_empty,
                                                v_stage, v_phase, v_bytes)
             following = self._begin(
                 cute.arch.shuffle_sync(drawn, 0), total, rows, heads, batch, section, keys, seen, tiles, edges)
@@ -486,25 +486,23 @@ class ForwardKernel(Prepare):
             index, m, h, b, first, last = following
 
     def _shares(self, tma, target, source):
-        """Memory and source of a tile of K or V, in as many pieces as blocks may load it together."""
-        n = 2 if self.v.clustered else 1
+        """Memory and source of a tile of K or V, in as many pieces as blocks load it together."""
+        n = self.v.blocks
         pieces = [cpasync.tma_partition(tma, i, cute.make_layout(n), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2))
                   for i in range(n)]
         return [p[0] for p in pieces], [p[1] for p in pieces]
 
     @cute.jit
-    def _fetch(self, tma, source, target, section, full, empty, stage, phase, size):
+    def _fetch(self, tma, source, target, full, empty, stage, phase, size):
         """Fill one stage by TMA once it is free, in both blocks of a team; returns the next (stage, phase)."""
         barrier = full.data_ptr() + stage
         cute.arch.mbarrier_wait(empty.data_ptr() + stage, phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-        if const_expr(self.v.clustered):
-            rank = self._rank()
-            to = select_(section == 2, Int32(3), Int32(1) << rank)
+        if const_expr(self.v.team):
             for i in cutlass.range_constexpr(2):
-                if (section == 1) | (rank == i):
-                    cute.copy(tma, source[i], target[i][None, stage], tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(to))
+                if self._rank() == i:
+                    cute.copy(tma, source[i], target[i][None, stage], tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(3))
         else:
             cute.copy(tma, source[0], target[0][None, stage], tma_bar_ptr=barrier)
         return self._advance(stage, phase)
@@ -619,7 +617,7 @@ class ForwardKernel(Prepare):
                 cute.arch.barrier_arrive(barrier_id=_BAR_TURN, number_of_threads=256)
 
         away = None
-        if const_expr(v.clustered):
+        if const_expr(v.team):
             # From a shared memory address of this block to that of the one at whose barriers this lane arrives.
             rank = self._rank()
             away = cute.arch.inline_ptx(
@@ -633,7 +631,7 @@ class ForwardKernel(Prepare):
         index, m, h, b, first, last = self._hear(shared, Int32(0), Int32(0))
         if const_expr(t.own_o):
             last, k_stage, k_phase, v_stage, v_phase = self.pass_over(
-                shared, m, w, lane, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
+                shared, m, w, lane, away, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
             self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
         while index < total:
             row0 = m * t.rows + row_in_block
@@ -641,7 +639,7 @@ class ForwardKernel(Prepare):
             row_max.fill(NEG_INF)
             if const_expr(not t.own_o):
                 last, k_stage, k_phase, v_stage, v_phase = self.pass_over(
-                    shared, m, w, lane, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
+                    shared, m, w, lane, away, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
                 self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
             q_phase ^= 1
 
@@ -654,7 +652,7 @@ class ForwardKernel(Prepare):
                     _arrive(shared.q_empty.data_ptr() + w)  # the next Q may come
             self.scores(s0, shared, k_stage, k_phase, n, full, partial, row0, column, h, b, rows, keys, dense,
                         doc_q, doc_k, captures, ahead, ints, scale, edges)
-            self._release(shared.k_empty.data_ptr() + k_stage, lane, section, away)
+            self._release(shared.k_empty.data_ptr() + k_stage, lane, away)
             k_stage, k_phase = self._advance(k_stage, k_phase)
             row_sum.fill(0.0)
             for r in cutlass.range_constexpr(2):
@@ -698,10 +696,10 @@ class ForwardKernel(Prepare):
                 enough = sums0[min(t.under_pv, len(first_row) - 1)]
                 if const_expr(t.own_o):
                     _arrive_after(shared.q_empty.data_ptr() + w, (lane == 0) & (i == last - first - 2), enough)
-                self._release(shared.k_empty.data_ptr() + k_stage, lane, section, away, enough)
+                self._release(shared.k_empty.data_ptr() + k_stage, lane, away, enough)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 warpgroup.wait_group(0)
-                self._release(shared.v_empty.data_ptr() + v_stage, lane, section, away, factor0)
+                self._release(shared.v_empty.data_ptr() + v_stage, lane, away, factor0)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
                 there = cute.arch.mbarrier_test_wait(shared.k_full.data_ptr() + k_stage, k_phase)
                 # Seldom, after the first few tiles.  Skipped by a branch, all the products of O cost neither time nor energy.
@@ -726,12 +724,12 @@ class ForwardKernel(Prepare):
             v_stage, v_phase = self._advance(v_stage, v_phase)
             if const_expr(t.own_o):
                 last, k_stage, k_phase, v_stage, v_phase = self.pass_over(
-                    shared, m, w, lane, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
+                    shared, m, w, lane, away, first, last, index < total, k_stage, k_phase, v_stage, v_phase, edges)
                 self.first_product(s0, f_q, f_k, shared, index < total, w, q_phase, k_stage, k_phase)
                 warpgroup.wait_group(1)
             else:
                 warpgroup.wait_group(0)
-            self._release(shared.v_empty.data_ptr() + last_v, lane, section, away)
+            self._release(shared.v_empty.data_ptr() + last_v, lane, away)
             self.normalise(o, row_max, row_sum, scale, fill, keys, row0, column, this_h, this_b, group, lse, sink, vmean)
 
             if const_expr(v.split):
@@ -773,7 +771,7 @@ class ForwardKernel(Prepare):
                             line[8 * j + column + e] = o[4 * j + 2 * r + e]
 
     @cute.jit
-    def pass_over(self, shared, m, w, lane, first, last, there, k_stage, k_phase, v_stage, v_phase, edges):
+    def pass_over(self, shared, m, w, lane, away, first, last, there, k_stage, k_phase, v_stage, v_phase, edges):
         """Leave out an item's first key tile where none of this warpgroup's rows sees it, which a later row of the block does:
         the tile is released unused, the turn given away.  Returns one past the last tile that is left, and the stages.
 
@@ -790,8 +788,8 @@ class ForwardKernel(Prepare):
                     other = select_(w + 1 == self.nwg, Int32(0), w + 1)
                     cute.arch.barrier_arrive(barrier_id=_BAR_TURN + other, number_of_threads=256)
                 self.wait_v(shared, v_stage, v_phase)
-                _arrive(shared.k_empty.data_ptr() + k_stage)
-                _arrive(shared.v_empty.data_ptr() + v_stage)
+                self._release(shared.k_empty.data_ptr() + k_stage, lane, away)
+                self._release(shared.v_empty.data_ptr() + v_stage, lane, away)
                 k_stage, k_phase = self._advance(k_stage, k_phase)
                 v_stage, v_phase = self._advance(v_stage, v_phase)
                 last = last - 1
@@ -817,12 +815,12 @@ class ForwardKernel(Prepare):
         _gemm(self._mmas()[0], s, f_q, f_k[None, None, None, stage], True)
         warpgroup.commit_group()
 
-    def _release(self, barrier, lane, section, away, value=None):
+    def _release(self, barrier, lane, away, value=None):
         """This warp is through with a stage: say so to the blocks that write to it, not before `value` is there."""
-        if not self.v.clustered:
+        if not self.v.team:
             _arrive(barrier) if value is None else _arrive_after(barrier, lane == 0, value)
             return
-        nobody = select_(lane < section, Int32(-1), Int32(0x7FFFFFFF))
+        nobody = select_(lane < 2, Int32(-1), Int32(0x7FFFFFFF))
         cute.arch.inline_ptx(
             "{ .reg .pred p; .reg .b32 at, bits; add.s32 at, {$r0}, {$r1}; mov.b32 bits, {$r2}; setp.gt.s32 p, bits, {$r3}; "
             "@p mbarrier.arrive.shared::cluster.b64 _, [at]; }",

@@ -19,6 +19,10 @@ MAX_INTS = 4
 """Run-time integers that they may read."""
 _MODERATE = 1e4
 """Largest constant that counts as one of the size of scores."""
+ALONE, ROWS, HEADS = range(3)
+"""Who shares K and V: no one; the two blocks of a cluster, which take neighbouring row blocks of a head; or two query heads of a
+group.  They walk the same key tiles, and each loads half of K and V for both.  That saves energy, and so time, since power is what
+limits these kernels (tests/results/kernels_tuning_h200.json)."""
 SMEM_LIMIT = 232448
 """Bytes of shared memory one block can have on sm_90 (227 KiB)."""
 
@@ -130,6 +134,8 @@ class Forward:
     empty: EmptyRows = "never"
     split: bool = False
     """The keys of an item are dealt out to several blocks, whose results a second kernel puts together."""
+    team: int = ALONE
+    """`ROWS` where all row blocks walk all key tiles, or `HEADS` where a group has an even number of query heads."""
 
     @property
     def tile(self) -> Tile:
@@ -144,7 +150,7 @@ class Forward:
 
     @property
     def uneven(self) -> bool:
-        """Row blocks walk different numbers of key tiles, so a counter deals them out."""
+        """Row blocks walk different numbers of key tiles."""
         return self.band_lo or self.band_hi or self.chunk or self.padding or self.listed
 
     @property
@@ -158,9 +164,19 @@ class Forward:
         return self.band_hi and not self.listed and not self.split
 
     @property
-    def clustered(self) -> bool:
-        """Launched in clusters of two blocks, which may share K and V: both walk all key tiles."""
-        return not self.uneven and not self.split
+    def blocks(self) -> int:
+        """Thread blocks of a cluster."""
+        return 2 if self.team else 1
+
+    @property
+    def counted(self) -> bool:
+        """A counter deals the items out: their costs differ, and no two blocks have to take the same one."""
+        return self.uneven and not self.team
+
+    @property
+    def may_team(self) -> bool:
+        """Whether two blocks may walk the same key tiles; at small head dims sharing them gains nothing."""
+        return max(self.dim, self.dim_v) > 64 and not (self.padding or self.listed or self.split)
 
     @property
     def rising(self) -> bool:
@@ -232,6 +248,8 @@ class Forward:
             words.append(self.empty)
         if self.split:
             words.append("split")
+        if self.team:
+            words.append("rows" if self.team == ROWS else "heads")
         return "_".join(words)
 
 

@@ -60,6 +60,8 @@ class Case:
     """"normal", "outlier", "large"."""
     sms: int = 132
     """Multiprocessors that the emulated schedule is made for; a GPU has its own."""
+    teams: int = 48
+    """Row blocks or key tiles from which on the emulated schedule makes teams of two row blocks."""
     seed: int = 0
 
 
@@ -343,5 +345,15 @@ CASES: dict[str, Case] = _numbered([
     Case("bias and dense", rows=70, keys=300, bias="qk", dense="qk", empty="zero", dims=(128, 128)),
     Case("split bias hidden", rows=7, keys=2257, bias="bqk", bias_hidden=3, heads=(2, 1), batch=2),
     Case("causal one item", rows=30, keys=70, hi=40, heads=(1, 1)),
+    # Clusters: two row blocks, of which one may be missing, two heads of a group, and blocks without a team.
+    Case("team of rows", rows=250, keys=500, dims=(128, 128), heads=(3, 3), sms=4),
+    Case("team of rows odd", rows=300, keys=200, dims=(256, 256), heads=(2, 2), sms=2, teams=3),
+    Case("team of rows causal", rows=700, keys=720, hi=20, dims=(128, 128), heads=(3, 3), sms=4, teams=2),
+    Case("team of rows causal d256", rows=390, keys=390, hi=-30, dims=(256, 256), sms=2, teams=2, empty="zero", dtype="float16"),
+    Case("team of heads", rows=200, keys=330, dims=(128, 128), heads=(4, 2), batch=2, sms=4, score="softcap"),
+    Case("team of heads causal", rows=300, keys=310, hi=10, dims=(128, 128), heads=(8, 2), sms=4, sink="float32"),
+    Case("team of heads window", rows=300, keys=300, lo=-130, hi=0, dims=(96, 96), heads=(4, 2), batch=2, sms=4),
+    Case("no team", rows=150, keys=200, dims=(256, 256), heads=(3, 3), hi=50, sms=4),
+    Case("no team odd", rows=70, keys=200, dims=(192, 128), heads=(3, 3), sms=132),
 ])
 CI = [*list(CASES)[:12], "relative causal", "bias of tiles"]

@@ -117,6 +117,8 @@ class Launcher:
     limit: int = 50_000_000
     sms: int = 132
     """Multiprocessors that the schedule is made for."""
+    teams: int = 48
+    """Row blocks or key tiles from which on it makes teams of two row blocks."""
     counter: torch.Tensor = field(default_factory=lambda: on_device(torch.zeros(1, dtype=torch.int32)))
     """The counter of work items of all its launches; must be 0 after each."""
     lse: bool = True
@@ -163,7 +165,7 @@ class Launcher:
         both = [] if padding is None else [memory.tensor(padding), memory.tensor(seen, (1,), unknown=True)]
         params = [*maps, (fresh(lse, 2) if parts is None else fresh(parts_lse, 3)), *both, *tensors, *ints, float(scale), float(fill), lo, hi,
                   chunk, offset, section, *(() if tickets is None else [memory.tensor(tickets, (0,))])]
-        _, stats = emulate(programs.main, blocks, params, cluster=(2 if variant.clustered else 1, 1, 1), seed=self.seed,
+        _, stats = emulate(programs.main, blocks, params, cluster=(variant.blocks, 1, 1), seed=self.seed,
                            limit=self.limit, shared_bytes=shared_bytes(variant))
         if int(self.counter) != 0:
             raise Fault("counter", f"the counter of work items is {int(self.counter)} after a launch")
@@ -182,7 +184,7 @@ def _packed(x: torch.Tensor, pack: int) -> torch.Tensor:
 def boxes(v: Forward) -> list[tuple[int, int]]:
     """(elements of a row, rows) that one tensor copy of Q, K, V and O moves; a row is as long as the swizzle spans."""
     qk, vo = (64 if dim % 64 == 0 else 32 for dim in (v.dim, v.dim_v))
-    keys = v.tile.keys // 2 if v.clustered else v.tile.keys  # in two halves, since each block of a team loads one
+    keys = v.tile.keys // 2 if v.team else v.tile.keys  # in two halves, since each block of a team loads one
     return [(qk, 64), (qk, keys), (vo, keys), (vo, 64)]
 
 
@@ -241,7 +243,8 @@ def attention(
     with mock.patch.object(api, "torch", _Torch()), mock.patch.object(api, "_kernel", launcher.kernel), \
             mock.patch.object(api.launch, "current_device", lambda: 0), \
             mock.patch.object(api.launch, "counter", lambda _: launcher.counter), mock.patch.object(api, "_keep", lambda *_: None), \
-            mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.dict(api._plans, clear=True):
+            mock.patch.object(api, "_sm_count", lambda _: launcher.sms), mock.patch.object(api, "_TEAM", launcher.teams), \
+            mock.patch.dict(api._plans, clear=True):
         got, lse = api.attention(*(on_device(x) for x in (q, k, v)), record, [on_device(x) for x in captures], ints,
                                  None if out is None else on_device(out))
     return got.as_subclass(torch.Tensor), lse.as_subclass(torch.Tensor)

@@ -13,7 +13,7 @@ TOLERANCE = {"bfloat16": 2.0**-7, "float16": 2.0**-9}
 
 def run(c: Case, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor, Problem]:
     """(out, lse, problem) of a case."""
-    launcher.sms = c.sms
+    launcher.sms, launcher.teams = c.sms, c.teams
     p = build(c)
     out, lse = attention(p.q, p.k, p.v, p.record, p.captures, p.ints, launcher=launcher)
     return out, lse, p
