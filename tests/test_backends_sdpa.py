@@ -203,6 +203,59 @@ def test_cuda_alibi_and_dead_rows(cuda_model: tuple[object, object]) -> None:
     compare(r, cuda_model, [bias], [], tol=4e-3, inputs=tensors(4, 2, dtype=torch.float16))
 
 
+SHIFTS = {"a batch entry": (B, 1, 1, SK), "a row": (SQ, SK), "a row of a head": (4, SQ, SK)}
+"""Shapes of a bias with one large number on all keys of its first batch entry, row, or head and row."""
+
+
+def shifted(shape: tuple[int, ...], number: float) -> tuple[Tensor, Tensor]:
+    """A float32 bias, a mask among it, without and with ``number`` added where it changes no weight.
+
+    What the number absorbs of the others is missing in both."""
+    plain = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -1e9)
+    plain[..., 0] = 0.5
+    bias = plain.clone()
+    row = (0,) * (len(shape) - 1)
+    bias[row] += number
+    plain[row] = bias[row] - number
+    return plain, bias
+
+
+@pytest.mark.parametrize(("number", "sink"), [
+    (-1e9, False), (torch.finfo(torch.bfloat16).min, False), (1e9, False), (-1e9, True)])
+@pytest.mark.parametrize("shape", SHIFTS)
+@pytest.mark.parametrize("name", ["none", "causal", "padding"])
+def test_cuda_backward_of_a_row_with_a_large_number_on_every_key(
+    name: str, shape: str, number: float, sink: bool, cuda_model: tuple[object, object]
+) -> None:
+    """The lse has absorbed the scores there: the weights do not come from it."""
+    torch.manual_seed(0)
+    case, (q, k, v, dout) = MASKS[name], tensors(4, 2, dtype=torch.float16)
+    i = len(case.captures)
+    r = record(4, 2, case, score=e("add", SCORE, load(i)), empty_rows="nan").with_(dtype="float16", fill_mode="replace")
+    plain, bias = shifted(SHIFTS[shape], number)
+    captures, wanted = [*case.captures, bias], [*case.captures, plain]
+    if sink:  # it takes all weight of such a row: the number does change the answer
+        r = r.with_(sink=i + 1)
+        captures = wanted = [*captures, torch.randn(4)]
+    out, lse = aten_cuda.forward(r, q, k, v, captures, case.ints)
+    got = torch_backward.backward(r, dout, q, k, v, out, lse, captures, case.ints)
+    want = reference.backward(r, dout, q, k, v, wanted, case.ints)
+    for name_, x, y in zip(("dq", "dk", "dv"), got, want, strict=False):
+        torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3 * float(y[y.isfinite()].abs().max()), equal_nan=True,
+                                   msg=lambda m, n=name_: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [-1e9, 1e9])
+@pytest.mark.parametrize("shape", SHIFTS)
+def test_cpu_backward_of_a_row_with_a_large_number_on_every_key(shape: str, number: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    r = record(4, 2, MASKS["none"], score=e("add", SCORE, load(0))).with_(dtype=str(dtype).removeprefix("torch."))
+    bias = shifted(SHIFTS[shape], number)[1]
+    compare(r, (sdpa.forward, sdpa.backward), [bias], [], tol=4e-3 if dtype == torch.float16 else 3e-2,
+            inputs=tensors(4, 2, dtype=dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_closed_form_of_empty_rows(

@@ -8,7 +8,20 @@ from torch.fx import Node
 
 from ..reasons import Code, Refusal
 from .axes import AxesError, Axis, Dims, Group, broadcast_operand, product, resolve, shape_of
-from .nodes import CASTS, COPIES, VIEWS, aten, cast_dtypes, constant, is_full_slice, is_rounding, is_tensor, pull, target, val
+from .nodes import (
+    CASTS,
+    COPIES,
+    VIEWS,
+    aten,
+    cast_dtypes,
+    constant,
+    is_full_slice,
+    is_rounding,
+    is_tensor,
+    pull,
+    target,
+    val,
+)
 from .row_max import row_max_of, same
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
