@@ -93,6 +93,27 @@ def test_a_bias_row_of_minus_infinity_is_nan_as_in_eager_code() -> None:
         assert out[:, :, 2].isnan().all() and out[:, :, [0, 1, *range(3, SQ)]].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["none", "causal", "padding"])
+@pytest.mark.parametrize("where", ["a query", "an infinite query", "a key", "every key"])
+def test_cpu_scores_that_are_not_numbers(where: str, name: str) -> None:
+    """PyTorch's operator gives 0 to a row whose scores are all NaN."""
+    case, (q, k, v, _) = MASKS[name], tensors(4, 2, dtype=torch.float32)
+    q, k = q.clone(), k.clone()
+    if "query" in where:
+        q[0, 1, 2] = math.inf if "infinite" in where else math.nan
+    else:
+        k[0, 1, slice(1, 2) if where == "a key" else slice(None), 0] = math.nan
+    r = record(4, 2, case).with_(dtype="float32")
+    out, want = (f(r, q, k, v, case.captures, case.ints)[0] for f in (sdpa.forward, reference.forward))
+    assert want.isnan().any() and torch.equal(out.isnan(), want.isnan())
+
+
+def test_cpu_a_row_that_is_zero_is_no_nan() -> None:
+    q, k, v = (torch.zeros(1, 2, n, 8) for n in (3, 1, 1))
+    out, lse = sdpa.forward(Attention(2, 2, 8, 8, "float32", 1.0), q, k, v)
+    assert torch.equal(out, q) and torch.equal(lse, q[..., 0])
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_empty_rows_by_interval_or_by_mask(name: str) -> None:
     case = MASKS[name]
