@@ -126,7 +126,7 @@ class _Pass:
         for step in block.steps:
             for other in step.others():
                 if other in block.inner:
-                    raise Refusal(Code.SCORE_USED, f"{other.name} is computed from them")
+                    raise Refusal(Code.SCORE_OP, f"{other.name} is computed from the scores too")
         if self.backward and self._differentiated(region.nodes):
             plan.backward = find_backward(block, self.joint)
         left = leftovers(block, region, plan.backward, self.position)
@@ -136,8 +136,9 @@ class _Pass:
             plan.backward = _needed(plan.backward)
         if left:
             forward = [n for n in left if n not in self.backward]
-            if forward and any(u not in self.backward for n in (*forward, *block.sink_members) for u in n.users
-                               if u not in region.nodes):
+            softmax = block.chain.softmax.members if block.chain is not None else ()
+            if forward and any(u not in self.backward for n in (*forward, *softmax, *block.sink_members)
+                               for u in n.users if u not in region.nodes):
                 raise Refusal(Code.SCORE_USED, f"{forward[0].name}")
             raise Refusal(Code.BACKWARD, f"{left[0].name} stays in use")
 

@@ -141,7 +141,7 @@ def scores_to_a_power(q, k, v):
     return (qk(q, k) * 0.3).pow(3).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_added_to_themselves(q, k, v):
     s = qk(q, k) * 0.3
     return (s + s.sin()).softmax(-1) @ v
@@ -174,9 +174,15 @@ def scores_sorted(q, k, v):
     return (qk(q, k) * 0.3).sort(-1).values.softmax(-1) @ v
 
 
-@form(Code.NO_QK, X)
+@form(Code.SCORE_OP, X)
 def scores_sliced(q, k, v):
     return qk(q, k)[..., 1:].softmax(-1) @ v[..., 1:, :]
+
+
+@form(Code.SCORE_OP, X)
+def maximum_minus_scores(q, k, v):  # DANet's channel attention
+    s = qk(q, k)
+    return (s.amax(-1, keepdim=True).expand_as(s) - s).softmax(-1) @ v
 
 
 @form(Code.SCORE_OP, X)
@@ -184,25 +190,25 @@ def scores_padded(q, k, v):  # add_zero_attn
     return F.pad(qk(q, k), (0, 1)).softmax(-1) @ F.pad(v, (0, 0, 0, 1))
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_minus_their_mean(q, k, v):
     s = qk(q, k)
     return (s - s.mean(-1, keepdim=True)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_divided_by_their_norm(q, k, v):
     s = qk(q, k)
     return (s / s.norm(dim=-1, keepdim=True)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def maximum_over_queries_subtracted(q, k, v):
     s = qk(q, k)
     return (s - s.amax(-2, keepdim=True)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def maximum_of_half_the_scores_subtracted(q, k, v):
     s = qk(q, k)
     return (s - 0.5 * s.amax(-1, keepdim=True)).softmax(-1) @ v
@@ -218,13 +224,13 @@ def rounded_scores(q, k, v):
     return (qk(q, k) * 4).round().softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def top_k(q, k, v):
     s = qk(q, k) * 0.3
     return s.masked_fill(s < s.topk(3, -1).values[..., -1:], INF).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def own_threshold(q, k, v):
     s = qk(q, k) * 0.3
     return torch.where(s > 0, s, torch.full((), INF, dtype=s.dtype)).softmax(-1) @ v
@@ -235,6 +241,6 @@ def talking_heads_before(q, k, v, w):
     return torch.einsum("bhqk,hg->bgqk", qk(q, k) * 0.3, w).softmax(-1) @ v
 
 
-@form((Code.PROB_OP, Code.SCORE_USED), X)
+@form((Code.PROB_OP, Code.SCORE_OP), X)
 def softmax_of_a_softmax(q, k, v):
     return (qk(q, k) * 0.3).softmax(-1).softmax(-1) @ v

@@ -136,20 +136,20 @@ def mask_of_another_product(q, k, v):  # an indexer
     return half(q, k).masked_fill(~keep, -1e9).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def mask_of_scores_over_their_mean(q, k, v):
     s = half(q, k)
     return s.masked_fill(s < s.mean(-1, keepdim=True), INF).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def top_k_scattered(q, k, v):
     s = half(q, k)
     keep = torch.zeros_like(s, dtype=torch.bool).scatter(-1, s.topk(3, -1).indices, True)
     return s.masked_fill(~keep, INF).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def top_k_of_a_kth_value(q, k, v):
     s = half(q, k)
     return s.masked_fill(s < s.kthvalue(12, -1, keepdim=True).values, INF).softmax(-1) @ v
@@ -164,7 +164,7 @@ def top_p(q, k, v):  # nucleus: the keys that make up most of the weight
     return s.masked_fill(far.gather(-1, order.indices.argsort(-1)), INF).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def zero_scores_masked(q, k, v):  # padding found by a score of exactly zero
     s = half(q, k)
     return s.masked_fill(s == 0, INF).softmax(-1) @ v
@@ -176,13 +176,13 @@ def where_of_two_maskings(q, k, v):
     return torch.where(causal(s), s, s.clamp(max=-1.0)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def not_a_number_replaced_before(q, k, v):
     s = half(q, k)
     return torch.where(s.isnan(), -1e9, s).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def infinities_replaced_before(q, k, v):
     return torch.nan_to_num(half(q, k), 0.0, 1e4, -1e4).softmax(-1) @ v
 

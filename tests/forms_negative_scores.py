@@ -94,20 +94,20 @@ def scores_accumulated_by_logsumexp(q, k, v):
     return half(q, k).logcumsumexp(-1).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def selective_attention(q, k, v):  # what earlier queries selected is masked more
     s = half(q, k)
     return (s - s.relu().cumsum(-2)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, S)
+@form(Code.SCORE_OP, S)
 def stick_breaking(q, k, v):
     s = half(q, k)
     later = F.logsigmoid(-s).flip(-1).cumsum(-1).flip(-1)
     return (F.logsigmoid(s) + later).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_layer_normed(q, k, v):
     s = half(q, k)
     return F.layer_norm(s, s.shape[-1:]).softmax(-1) @ v
@@ -118,13 +118,13 @@ def scores_scaled_to_unit_rows(q, k, v):
     return F.normalize(qk(q, k), dim=-1).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_divided_by_their_largest(q, k, v):
     s = qk(q, k)
     return (s / (s.abs().amax(-1, keepdim=True) + 1.0)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_divided_by_their_deviation(q, k, v):
     s = qk(q, k)
     return ((s - s.mean(-1, keepdim=True)) / (s.std(-1, keepdim=True) + 1e-3)).softmax(-1) @ v
@@ -137,25 +137,25 @@ def adaptive_temperature(q, k, v):  # the entropy of a first softmax sets the sc
     return (s * entropy.detach().clamp(1.0)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def minimum_over_keys_subtracted(q, k, v):
     s = qk(q, k)
     return (s - s.amin(-1, keepdim=True)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def maximum_of_everything_subtracted(q, k, v):  # a constant, in truth
     s = half(q, k)
     return (s - s.max()).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def maximum_over_heads_subtracted(q, k, v):
     s = half(q, k)
     return (s - s.amax(1, keepdim=True)).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def maximum_added(q, k, v):
     s = half(q, k)
     return (s + s.amax(-1, keepdim=True) * k.sum(-1)[:, :, None]).softmax(-1) @ v
@@ -258,7 +258,7 @@ def scores_from_weights_times_a_matrix(q, k, m, v):  # the product PV of one blo
     return (half(q, k).softmax(-1) @ m).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def scores_as_gelu(q, k, v):
     return F.gelu(qk(q, k)).softmax(-1) @ v
 
@@ -274,7 +274,7 @@ def scores_gated_by_themselves(q, k, v):
     return (s * s.sigmoid()).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X)
+@form(Code.SCORE_OP, X)
 def hard_shrunk_scores(q, k, v):
     return F.hardshrink(qk(q, k), 0.5).softmax(-1) @ v
 
@@ -354,3 +354,41 @@ def scores_of_the_previous_layer_added(q, k, v):  # RealFormer: the first block'
     s = half(q, k)
     o = s.softmax(-1) @ v
     return o, (s + half(o[..., :8], k)).softmax(-1) @ v
+
+
+# -- nearly exp(S - logsumexp(S)) --------------------------------------------------------------------------------------
+
+@form(Code.SOFTMAX_DIM, S)
+def logsumexp_over_queries(q, k, v):
+    s = half(q, k)
+    return (s - s.logsumexp(-2, keepdim=True)).exp() @ v
+
+
+@form(None, S, modes=BOTH)
+def logsumexp_of_another_row(q, k, v):  # there are as many queries as keys: the shapes fit
+    s = half(q, k)
+    return (s - s.logsumexp(-1)[..., None, :]).exp() @ v
+
+
+@form(None, S, modes=BOTH)
+def logsumexp_before_the_mask(q, k, v):
+    s = half(q, k)
+    return (s.masked_fill(torch.ones(10, 10).tril() == 0, INF) - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@form(None, X)
+def logsumexp_of_other_scores(q, k, v):
+    s = half(q, k)
+    return (s - (2 * s).logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@form(None, X)
+def logsumexp_of_rows_and_columns(q, k, v):
+    s = half(q, k)
+    return (s - s.logsumexp((-2, -1), keepdim=True)).exp() @ v
+
+
+@form(1, X, train=Code.BACKWARD, modes=BOTH)
+def logsumexp_detached(q, k, v):  # its gradient is not that of a softmax
+    s = half(q, k)
+    return (s - s.logsumexp(-1, keepdim=True).detach()).exp() @ v

@@ -150,7 +150,7 @@ def straight_through_rounding_of_scores(q, k, v):
     return (s + (s.round() - s).detach()).softmax(-1) @ v
 
 
-@form(Code.SCORE_USED, X, modes=BOTH)
+@form(Code.SCORE_OP, X, modes=BOTH)
 def row_mean_detached(q, k, v):
     s = half(q, k)
     return (s - s.detach().mean(-1, keepdim=True)).softmax(-1) @ v

@@ -200,3 +200,10 @@ def weights_times_the_values_elementwise(q, k, v):
 def centre_of_the_weights(q, k, v):  # where a query looks, in positions
     p = weights(q, k)
     return p @ v, (p * torch.arange(14)).sum(-1)
+
+
+@form(Code.SCORE_USED, X, modes=BOTH)
+def logsumexp_of_the_weights_returned(q, k, v):  # as partial attentions that are merged later need it
+    s = half(q, k)
+    lse = s.logsumexp(-1, keepdim=True)
+    return (s - lse).exp() @ v, lse

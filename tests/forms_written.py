@@ -353,6 +353,18 @@ def log_softmax_exp(q, k, v):
     return (qk(q, k) * 0.3).log_softmax(-1).exp() @ v
 
 
+@form(X)
+def exp_of_scores_minus_logsumexp(q, k, v):
+    s = qk(q, k) * 0.3
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@form(S)
+def masked_scores_minus_logsumexp(q, k, v):  # the last dimension of the logsumexp put back by an index
+    s = (qk(q, k) * 0.3).masked_fill(torch.ones(10, 10).tril() == 0, float("-inf"))
+    return torch.exp(s - torch.logsumexp(s, -1)[..., None].expand_as(s)) @ v
+
+
 # -- products with a built-in addition ---------------------------------------------------------------------------------
 
 @form("bqd bkd bke")

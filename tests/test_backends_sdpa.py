@@ -93,6 +93,27 @@ def test_a_bias_row_of_minus_infinity_is_nan_as_in_eager_code() -> None:
         assert out[:, :, 2].isnan().all() and out[:, :, [0, 1, *range(3, SQ)]].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["none", "causal", "padding"])
+@pytest.mark.parametrize("where", ["a query", "an infinite query", "a key", "every key"])
+def test_cpu_scores_that_are_not_numbers(where: str, name: str) -> None:
+    """PyTorch's operator gives 0 to a row whose scores are all NaN."""
+    case, (q, k, v, _) = MASKS[name], tensors(4, 2, dtype=torch.float32)
+    q, k = q.clone(), k.clone()
+    if "query" in where:
+        q[0, 1, 2] = math.inf if "infinite" in where else math.nan
+    else:
+        k[0, 1, slice(1, 2) if where == "a key" else slice(None), 0] = math.nan
+    r = record(4, 2, case).with_(dtype="float32")
+    out, want = (f(r, q, k, v, case.captures, case.ints)[0] for f in (sdpa.forward, reference.forward))
+    assert want.isnan().any() and torch.equal(out.isnan(), want.isnan())
+
+
+def test_cpu_a_row_that_is_zero_is_no_nan() -> None:
+    q, k, v = (torch.zeros(1, 2, n, 8) for n in (3, 1, 1))
+    out, lse = sdpa.forward(Attention(2, 2, 8, 8, "float32", 1.0), q, k, v)
+    assert torch.equal(out, q) and torch.equal(lse, q[..., 0])
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_empty_rows_by_interval_or_by_mask(name: str) -> None:
     case = MASKS[name]
@@ -201,6 +222,59 @@ def test_cuda_alibi_and_dead_rows(cuda_model: tuple[object, object]) -> None:
     bias[2] = -math.inf
     r = record(4, 2, MASKS["none"], score=e("add", SCORE, load(0))).with_(dtype="float16")
     compare(r, cuda_model, [bias], [], tol=4e-3, inputs=tensors(4, 2, dtype=torch.float16))
+
+
+SHIFTS = {"a batch entry": (B, 1, 1, SK), "a row": (SQ, SK), "a row of a head": (4, SQ, SK)}
+"""Shapes of a bias with one large number on all keys of its first batch entry, row, or head and row."""
+
+
+def shifted(shape: tuple[int, ...], number: float) -> tuple[Tensor, Tensor]:
+    """A float32 bias, a mask among it, without and with ``number`` added where it changes no weight.
+
+    What the number absorbs of the others is missing in both."""
+    plain = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -1e9)
+    plain[..., 0] = 0.5
+    bias = plain.clone()
+    row = (0,) * (len(shape) - 1)
+    bias[row] += number
+    plain[row] = bias[row] - number
+    return plain, bias
+
+
+@pytest.mark.parametrize(("number", "sink"), [
+    (-1e9, False), (torch.finfo(torch.bfloat16).min, False), (1e9, False), (-1e9, True)])
+@pytest.mark.parametrize("shape", SHIFTS)
+@pytest.mark.parametrize("name", ["none", "causal", "padding"])
+def test_cuda_backward_of_a_row_with_a_large_number_on_every_key(
+    name: str, shape: str, number: float, sink: bool, cuda_model: tuple[object, object]
+) -> None:
+    """The lse has absorbed the scores there: the weights do not come from it."""
+    torch.manual_seed(0)
+    case, (q, k, v, dout) = MASKS[name], tensors(4, 2, dtype=torch.float16)
+    i = len(case.captures)
+    r = record(4, 2, case, score=e("add", SCORE, load(i)), empty_rows="nan").with_(dtype="float16", fill_mode="replace")
+    plain, bias = shifted(SHIFTS[shape], number)
+    captures, wanted = [*case.captures, bias], [*case.captures, plain]
+    if sink:  # it takes all weight of such a row: the number does change the answer
+        r = r.with_(sink=i + 1)
+        captures = wanted = [*captures, torch.randn(4)]
+    out, lse = aten_cuda.forward(r, q, k, v, captures, case.ints)
+    got = torch_backward.backward(r, dout, q, k, v, out, lse, captures, case.ints)
+    want = reference.backward(r, dout, q, k, v, wanted, case.ints)
+    for name_, x, y in zip(("dq", "dk", "dv"), got, want, strict=False):
+        torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3 * float(y[y.isfinite()].abs().max()), equal_nan=True,
+                                   msg=lambda m, n=name_: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [-1e9, 1e9])
+@pytest.mark.parametrize("shape", SHIFTS)
+def test_cpu_backward_of_a_row_with_a_large_number_on_every_key(shape: str, number: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    r = record(4, 2, MASKS["none"], score=e("add", SCORE, load(0))).with_(dtype=str(dtype).removeprefix("torch."))
+    bias = shifted(SHIFTS[shape], number)[1]
+    compare(r, (sdpa.forward, sdpa.backward), [bias], [], tol=4e-3 if dtype == torch.float16 else 3e-2,
+            inputs=tensors(4, 2, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -14,6 +14,7 @@ DYNAMIC = (
     "grouped_repeat_interleave", "grouped_five_dims", "one_key_head_expanded", "latent_keys_joined", "nanogpt",
     "causal_at_the_end", "gpt2_of_transformers_4", "sliding_window", "annotated_transformer", "padding_and_causal",
     "mask_where", "batched_heads", "llama", "bert", "alibi", "softcap",
+    "exp_of_scores_minus_logsumexp",
 )
 """Forms that also run with symbolic batch and lengths: one for each way in which sizes enter a graph."""
 

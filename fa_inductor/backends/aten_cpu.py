@@ -2,7 +2,7 @@
 
 The operator wants equal head counts and head dims, a last dimension of stride 1 (it reads wrong data otherwise and
 does not say so), and float masks of its own dtype (float32 too, for half inputs).  It gives 0 and lse 0 in a row
-without keys, and NaN for a causal mask with a scale that is not positive.  Its ``is_causal`` is ``k <= q`` also for
+without keys, and so it does where every score is NaN; NaN for a causal mask with a scale that is not positive.  Its ``is_causal`` is ``k <= q`` also for
 Sq != Sk, and may be combined with a mask.
 """
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fa_inductor.kernels.expr import SCORE
 from fa_inductor.kernels.record import Attention
 from fa_inductor.ops import layout
 
-from . import empty_rows
+from . import empty_rows, reference
 from .additive import additive_mask
 from .heads import pad_last, positive_scale, repeat_heads, sum_heads, unit_stride
 from .masks import band_of, empty_rows_of, mask_of, without_bands
@@ -76,6 +76,8 @@ def forward(
     x = Inputs(record, q, k, v, captures, ints, forward_only=True)
     out, lse = _forward(x.q, x.k, x.v, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
     out = out[..., : v.shape[3]]
+    if _may_hide_nan(out, lse, x.empty):
+        return reference.forward(record, q, k, v, captures, ints)
     if x.uniform:
         lse = lse.masked_fill(lse < ABSORBED, -math.inf)
     if x.empty is not None:
@@ -88,6 +90,12 @@ def forward(
     if record.sink is not None:
         out, lse = apply_sink(out, lse, captures[record.sink])
     return layout.match(out, layout.empty_out(record, q, v)), layout.match(lse, layout.empty_lse(q))
+
+
+def _may_hide_nan(out: Tensor, lse: Tensor, empty: Tensor | None) -> bool:
+    """Whether a row that has keys looks as the operator leaves one whose scores are all NaN; hardly any other does."""
+    found = (lse == 0) if empty is None else (lse == 0) & ~empty
+    return bool(found.any()) and bool((found & (out == 0).all(-1)).any())
 
 
 def backward(

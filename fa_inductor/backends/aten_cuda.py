@@ -162,9 +162,9 @@ class EfficientPlan:
             keys, mask_type = sq + hi, 2
         scope = Scope(self.shape, (0, sq), self.captures, self.ints, self.device)
         bias, _ = additive_mask(rest, scope, self.dtype)
-        return EfficientBlock((0, sq), keys, self._aligned(bias, sq, keys), None, mask_type)
+        return EfficientBlock((0, sq), keys, self.aligned(bias, sq, keys), None, mask_type)
 
-    def _aligned(self, bias: Tensor | None, rows: int, keys: int) -> Tensor | None:
+    def aligned(self, bias: Tensor | None, rows: int, keys: int) -> Tensor | None:
         if bias is None:
             return None
         bias = bias[..., :keys] if bias.shape[-1] > keys else bias.expand(*bias.shape[:3], keys)
@@ -184,7 +184,18 @@ class EfficientPlan:
         for rows in row_blocks(b * h, sq, align(sk), self.dtype.itemsize, BIAS_BYTES):
             scope = Scope(self.shape, rows, self.captures, self.ints, self.device)
             bias, dead = additive_mask(self.record, scope, self.dtype)
-            yield EfficientBlock(rows, sk, self._aligned(bias, rows[1] - rows[0], sk), dead, 0)
+            yield EfficientBlock(rows, sk, self.aligned(bias, rows[1] - rows[0], sk), dead, 0)
+
+
+def efficient_call(
+    block: EfficientBlock, q: Tensor, k: Tensor, v: Tensor, scale: float, head_dim_v: int
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, rows, Dv] and lse [B, Hq, rows] of one block, from its rows of q and all keys as `to_kernel` gives them."""
+    out, lse, *_ = _efficient_forward(
+        q, k[:, : block.keys], v[:, : block.keys], block.bias, None, None, None, None, 0.0, block.mask_type, True,
+        scale=scale,
+    )
+    return out.transpose(1, 2)[..., :head_dim_v], lse[..., : block.rows[1] - block.rows[0]]
 
 
 def efficient_forward(
@@ -199,11 +210,7 @@ def efficient_forward(
     outs, lses = [], []
     for block in plan.blocks():
         rows = slice(*block.rows)
-        out, lse, *_ = _efficient_forward(
-            to_kernel(qk[:, :, rows], align(record.head_dim)), kk[:, : block.keys], vk[:, : block.keys], block.bias,
-            None, None, None, None, 0.0, block.mask_type, True, scale=scale,
-        )
-        out, lse = out.transpose(1, 2)[..., : record.head_dim_v], lse[..., : block.rows[1] - block.rows[0]]
+        out, lse = efficient_call(block, to_kernel(qk[:, :, rows], align(record.head_dim)), kk, vk, scale, record.head_dim_v)
         if block.dead is not None:
             out, lse = empty_rows.finish_forward(record.with_(empty_rows="nan"), out, lse, v, block.dead)
         outs.append(out)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fa_inductor.kernels.record import Attention
 from fa_inductor.reasons import Code, Reason
 
-from . import empty_rows, reference
+from . import absorbed, empty_rows, reference
 from .additive import additive_part, grads_of_bias
 
 CPU_BLOCK_BYTES = 1 << 22
@@ -60,6 +60,8 @@ def backward(
         from . import torch_backward
 
         return torch_backward.backward(record, dout, q, k, v, out, lse, captures, ints)
+    if absorbed.possible(record) and bool(absorbed.is_large(lse).any()):
+        return reference.backward(record, dout, q, k, v, captures, ints, CPU_BLOCK_BYTES)
     from . import aten_cpu
 
     return aten_cpu.backward(record, dout, q, k, v, out, lse, captures, ints)

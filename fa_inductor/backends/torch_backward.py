@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from fa_inductor.kernels.record import Attention
 from fa_inductor.ops import layout
 from fa_inductor.reasons import Reason
 
-from . import aten_cuda, empty_rows
+from . import absorbed, aten_cuda, empty_rows
 from .additive import grads_of_bias
-from .aten_cuda import EfficientPlan, FlashBand, align, flash_width, to_kernel
+from .aten_cuda import EfficientBlock, EfficientPlan, FlashBand, align, efficient_call, flash_width, to_kernel
 from .heads import positive_scale, repeat_heads, sum_heads
 from .masks import empty_rows_of
 from .program import Scope
@@ -71,6 +72,24 @@ def _flash(
     return (dq if factor == 1.0 else dq * factor), dk, dv
 
 
+def _without_shift(
+    plan: EfficientPlan, block: EfficientBlock, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor
+) -> tuple[EfficientBlock, Tensor, Tensor]:
+    """The block without the large number that all scores of a row have in them, and what its forward gives then.
+
+    Nothing is read back from the device, so the forward runs once more whether or not there is such a row (`absorbed`).
+    """
+    assert block.bias is not None
+    bias = absorbed.narrow(block.bias)
+    shift = absorbed.row_shift(bias)
+    free = replace(block, bias=plan.aligned(bias - shift, block.rows[1] - block.rows[0], block.keys))
+    again, again_lse = efficient_call(free, q, k, v, scale, out.shape[3])
+    shift = shift.squeeze(-1)
+    lost = absorbed.is_large(lse) & (shift != 0)
+    return (free, torch.where(lost.unsqueeze(-1), again.to(out.dtype), out),
+            torch.where(lost, again_lse, lse - shift))
+
+
 def _efficient(
     record: Attention, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     captures: Sequence[Tensor], ints: Sequence[int],
@@ -90,12 +109,15 @@ def _efficient(
     dqs = []
     for block in plan.blocks():
         rows, n = slice(*block.rows), block.rows[1] - block.rows[0]
-        part_lse = torch.nn.functional.pad(lse[..., rows], (0, -n % LSE_ALIGN), value=math.inf).contiguous()
+        q_rows, o_rows, part_lse = to_kernel(qk[:, :, rows], width), out[:, :, rows].to(plan.dtype), lse[..., rows]
+        if block.bias is not None and absorbed.possible(record):
+            block, o_rows, part_lse = _without_shift(plan, block, q_rows, kk, vk, scale, o_rows, part_lse)
+        part_lse = torch.nn.functional.pad(part_lse, (0, -n % LSE_ALIGN), value=math.inf).contiguous()
         dq, dk, dv, db = _efficient_backward(
-            to_kernel(dout[:, :, rows].to(plan.dtype), width_v), to_kernel(qk[:, :, rows], width),
+            to_kernel(dout[:, :, rows].to(plan.dtype), width_v), q_rows,
             kk[:, : block.keys], vk[:, : block.keys], block.bias,
             # out alone is read as contiguous [B, S, H, Dv], whatever its strides say
-            to_kernel(out[:, :, rows].to(plan.dtype), width_v).contiguous(),
+            to_kernel(o_rows, width_v).contiguous(),
             None, None, n, block.keys, part_lse, 0.0, none, none, block.mask_type, dbias is not None, scale=scale,
             num_splits_key=splits,
         )

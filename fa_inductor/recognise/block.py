@@ -11,9 +11,10 @@ from torch.fx import Node
 from ..prove.values import AXES
 from ..reasons import Code, Refusal
 from .axes import Axis, Dims, Group, Size, fresh, group_size, product, resolve, resolve_dims, shape_of
+from .logsumexp import LogSumExp
 from .nodes import cast_dtypes, push, val
 from .operands import Operand, trace_operand
-from .postscale import LogSumExp, find_postscale
+from .postscale import find_postscale
 from .scores import ScorePath, Step, factors, find_scores
 from .sink import find_sink, without_column
 from .softmax import Softmax

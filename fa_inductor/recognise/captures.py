@@ -64,7 +64,7 @@ class Captures:
         other = step.operand if step.operand is not None else step.node.args[1 - step.position]
         if other in self.block.inner and constant(other) is None:
             # its derivative runs through the scores, which the operator's own derivative does not know
-            raise Refusal(Code.SCORE_USED, f"{other.name} is computed from them")
+            raise Refusal(Code.SCORE_OP, f"{other.name} is computed from the scores too")
         return other
 
     def tensor(self, step: Step, node: Node) -> Node:

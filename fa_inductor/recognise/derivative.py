@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .block import Block, Chain
+from .logsumexp import LogSumExp
 from .nodes import CASTS, aten, target, val
-from .postscale import LogSumExp
 from .recorder import Recorder
 from .scores import is_row_max
 from .softmax import Softmax
@@ -199,13 +199,14 @@ def runner(region: Region, variant: Variant, softmax: Softmax | None, lse: LogSu
         constants = {m for n in region.nodes if kind == "detached" and target(n) is aten.sub.Tensor and is_row_max(n)
                      and isinstance(m := n.args[1], Node)}
         skipped = set(softmax.members) - {result} if softmax is not None and x is not None else set()
-        if lse is not None:
-            skipped |= set(lse.members) - {lse.out}
+        whole = {found.out: found for found in (lse, softmax.lse if softmax is not None else None) if found is not None}
+        for found in whole.values():
+            skipped |= set(found.members) - {found.out}
         for n in region.nodes:
             if n in skipped:
                 continue
-            if lse is not None and n is lse.out:
-                env[n] = aten.logsumexp.default(env[lse.x], [lse.dim], lse.keepdim)
+            if n in whole:
+                env[n] = aten.logsumexp.default(env[whole[n].x], [whole[n].dim], whole[n].keepdim)
                 continue
             if softmax is not None and n is result and x is not None:
                 if kind == "half_to_float":

@@ -8,8 +8,21 @@ from torch.fx import Node
 
 from ..reasons import Code, Refusal
 from .axes import AxesError, Axis, Dims, Group, broadcast_operand, product, resolve, shape_of
-from .nodes import CASTS, COPIES, VIEWS, aten, cast_dtypes, constant, is_rounding, is_tensor, pull, target, val
-from .softmax import row_max_of, same
+from .nodes import (
+    CASTS,
+    COPIES,
+    VIEWS,
+    aten,
+    cast_dtypes,
+    constant,
+    is_full_slice,
+    is_rounding,
+    is_tensor,
+    pull,
+    target,
+    val,
+)
+from .row_max import row_max_of, same
 
 PRODUCTS = {aten.bmm.default, aten.mm.default}
 ADDED_PRODUCTS = {aten.baddbmm.default, aten.addmm.default}
@@ -181,8 +194,8 @@ def _blocking(x: Node) -> Node | None:
                 return first
             todo += [(a, first or node) for a in factors(node) if is_tensor(a)]
             continue
-        if first is None and t is not operator.getitem and t not in VIEWS and not is_rounding(node) \
-                and t not in POINTWISE:
+        if first is None and t is not operator.getitem and not is_rounding(node) and t not in POINTWISE and (
+                t not in VIEWS or t is aten.slice.Tensor and not is_full_slice(node)):
             first = node
         todo += [(a, first) for a in node.all_input_nodes
                  if (val(a).dim() >= least or target(a) in PRODUCTS or product(shape_of(val(a))) == size

@@ -7,7 +7,8 @@ from torch.fx import Node
 
 from .axes import Dims, shape_of
 from .nodes import COPIES, arg, aten, is_rounding, is_tensor, target, val
-from .softmax import Softmax, row_max_of
+from .row_max import row_max_of
+from .softmax import Softmax
 
 
 @dataclass(frozen=True)

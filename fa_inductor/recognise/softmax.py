@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from .nodes import COPIES, VIEWS, arg, aten, target, val
+from .axes import shape_of
+from .logsumexp import LogSumExp, match_logsumexp
+from .nodes import COPIES, RESHAPES, VIEWS, aten, target, val
+from .row_max import kept_dim, row_max_of, same, through
 
 
 @dataclass(frozen=True)
@@ -22,34 +25,8 @@ class Softmax:
     dim: int
     members: tuple[Node, ...]
     shifted: bool
-
-
-def _through(node: object, ops: set) -> Node | None:
-    while target(node) in ops:
-        node = node.args[0]  # type: ignore[attr-defined]
-    return node if isinstance(node, Node) else None
-
-
-def _dim(node: Node) -> int | None:
-    """The single reduced dimension of a keepdim reduction, counted from 0."""
-    dims, keep = arg(node, 1, "dim"), arg(node, 2, "keepdim", False)
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims or len(dims) != 1 or not keep:
-        return None
-    return dims[0] % val(node.args[0]).dim()
-
-
-def row_max_of(node: object) -> tuple[Node, int] | None:
-    """(x, dim) when the node is ``max(x, dim, keepdim=True)`` in any spelling."""
-    n = _through(node, COPIES | {aten.expand.default})
-    if target(n) is aten.amax.default:
-        d = _dim(n)
-        return None if d is None else (n.args[0], d)
-    if n is not None and getattr(n.target, "__name__", "") == "getitem" and n.args[1] == 0:
-        m = n.args[0]
-        if target(m) is aten.max.dim and arg(m, 2, "keepdim", False):
-            return m.args[0], m.args[1] % val(m.args[0]).dim()
-    return None
+    lse: LogSumExp | None = None
+    """That of ``x``, where ``out`` is ``exp(x - logsumexp(x))``."""
 
 
 def _exp_of(e: Node) -> tuple[Node, int | None, list[Node]] | None:
@@ -62,11 +39,6 @@ def _exp_of(e: Node) -> tuple[Node, int | None, list[Node]] | None:
         if m is not None and same(m[0], y.args[0]):
             return y.args[0], m[1], [y, e, *_chain(y.args[1], m[0])]
     return y, None, [e]
-
-
-def same(a: Node, b: Node) -> bool:
-    """Whether two nodes differ by copies alone; ``detach`` is one."""
-    return _through(a, COPIES) is _through(b, COPIES)
 
 
 def _chain(node: Node, stop: Node) -> list[Node]:
@@ -87,21 +59,21 @@ def match_softmax(node: Node) -> Softmax | None:
         y = node.args[0]
         if target(y) is aten._log_softmax.default:
             return Softmax(y.args[0], node, y.args[1] % val(y).dim(), (y, node), True)
-        return _log_form(node)
+        return _log_form(node) or _lse_form(node)
     if t is aten.div.Tensor:
         e, den = node.args
-        s = _through(den, COPIES | {aten.expand.default})
+        s = through(den, COPIES | {aten.expand.default})
     elif t is aten.mul.Tensor and target(node.args[1]) is aten.reciprocal.default:
         e, den = node.args[0], node.args[1]
-        s = _through(den.args[0], COPIES | {aten.expand.default})
+        s = through(den.args[0], COPIES | {aten.expand.default})
     else:
         return None
     if not isinstance(e, Node) or target(s) is not aten.sum.dim_IntList:
         return None
     if not same(s.args[0], e):
         return None
-    d = _dim(s)
-    e0 = _through(e, COPIES)
+    d = kept_dim(s)
+    e0 = through(e, COPIES)
     found = _exp_of(e0) if e0 is not None else None
     if d is None or found is None or found[1] not in (d, None):
         return None
@@ -118,13 +90,39 @@ def _log_form(node: Node) -> Softmax | None:
     if target(lg) is not aten.log.default or target(lg.args[0]) is not aten.sum.dim_IntList:
         return None
     s = lg.args[0]
-    e, d = s.args[0], _dim(s)
+    e, d = s.args[0], kept_dim(s)
     if d is None or target(e) is not aten.exp.default or e.args[0] is not shifted:
         return None
     found = _exp_of(e)
     if found is None or found[1] != d:
         return None
     return Softmax(found[0], node, d, tuple(dict.fromkeys((*found[2], s, lg, y, node))), True)
+
+
+def _lse_form(node: Node) -> Softmax | None:
+    """exp(x - logsumexp(x)), the logsumexp along the rows of x."""
+    y = node.args[0]
+    if target(y) is not aten.sub.Tensor or y.kwargs:
+        return None
+    x, top = y.args
+    between: list[Node] = []
+    while isinstance(top, Node) and (target(top) in COPIES or target(top) in RESHAPES or target(top) is aten.expand.default):
+        between.append(top)
+        top = top.args[0]
+    lse = match_logsumexp(top)
+    if lse is None or not same(lse.x, x):
+        return None
+    full = shape_of(val(x))
+    column = (*full[:lse.dim], 1, *full[lse.dim + 1:])
+    given = shape_of(val(lse.out))
+    for n in reversed(between):
+        if target(n) in RESHAPES:  # the numbers stay in their order
+            given = shape_of(val(n))
+        elif target(n) is aten.expand.default and given != column:
+            return None
+    if given != column or shape_of(val(y)) != full:
+        return None
+    return Softmax(x, node, lse.dim, tuple(dict.fromkeys((*lse.members, *reversed(between), y, node))), True, lse)
 
 
 def find_softmaxes(graph: Graph, backward: set[Node]) -> Iterator[Softmax]:
@@ -148,7 +146,7 @@ def safe_row_test(cond: object, x: Node, dim: int) -> list[Node] | None:
                         aten.any.dims, aten.all.dims, aten.ne.Scalar) or target(n) in VIEWS:
         members.append(n)  # type: ignore[arg-type]
         t = target(n)
-        if t in _REDUCTIONS and _dim(n) != dim:  # type: ignore[arg-type]
+        if t in _REDUCTIONS and kept_dim(n) != dim:  # type: ignore[arg-type]
             return None
         if t in VIEWS and t not in COPIES:
             return None
