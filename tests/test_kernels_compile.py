@@ -19,7 +19,7 @@ import torch
 from fa_inductor.kernels import api
 from fa_inductor.kernels.expr import SCORE, Expr, const, index, load
 from fa_inductor.kernels.record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, Sym
-from fa_inductor.kernels.sm90.variant import SMEM_LIMIT, Capture, Forward, padded
+from fa_inductor.kernels.sm90.variant import ALONE, HEADS, ROWS, SMEM_LIMIT, Capture, Forward, padded
 
 
 def record(**kw) -> Attention:
@@ -136,23 +136,40 @@ def plain_ints(monkeypatch: pytest.MonkeyPatch):
     return object.__new__(forward.ForwardKernel)
 
 
-@pytest.mark.parametrize(("band", "sms"), product((False, True), (1, 7, 132)))
-def test_every_tile_is_done_once(plain_ints, monkeypatch: pytest.MonkeyPatch, band: bool, sms: int) -> None:
+@pytest.mark.parametrize(("band", "team", "sms"), [
+    (band, team, sms) for band, team, sms in product((False, True), (ALONE, ROWS, HEADS), (1, 7, 132)) if not (band and team == ROWS)])
+def test_every_tile_is_done_once(plain_ints, monkeypatch: pytest.MonkeyPatch, band: bool, team: int, sms: int) -> None:
     kernel = plain_ints
     monkeypatch.setattr(api, "_sm_count", lambda _: sms)
     for rows, heads, batch, keys in product((1, 128, 129, 500, 1024, 1500, 2300), (1, 6), (1, 3), (1, 900, 5000, 100_000)):
-        v = kernel.v = Forward("bfloat16", 128, 128, band_hi=band)
+        if team == HEADS and heads % 2:
+            continue
+        v = kernel.v = Forward("bfloat16", 128, 128, band_hi=band, team=team)
         kernel.t = v.tile
-        section, blocks = api.schedule(v, batch, heads, 1, rows, keys, 0)
-        m_blocks = -(-rows // v.tile.rows)
-        total = m_blocks * heads * batch
-        assert blocks == min(total, sms)
-        done = [kernel._decode(i, rows, heads, batch, section) for i in range(total)]
-        assert sorted(done) == sorted(product(range(m_blocks), range(heads), range(batch)))
+        section, blocks = api.schedule(v, batch, heads, heads if team == HEADS else 1, rows, keys, 0)
+        m_blocks = -(-rows // v.tile.rows) + (-(-rows // v.tile.rows) % 2 if team == ROWS else 0)
+        total = kernel._total(rows, heads, batch, section)
+        assert total * v.blocks == m_blocks * heads * batch
+        assert blocks == min(m_blocks * heads * batch, max(v.blocks, sms - sms % v.blocks)) and blocks % v.blocks == 0
+        by_rank = []
+        for rank in range(v.blocks):
+            monkeypatch.setattr(kernel, "_rank", lambda rank=rank: rank)
+            by_rank.append([kernel._decode(i, rows, heads, batch, section) for i in range(total)])
+        assert sorted(x for done in by_rank for x in done) == sorted(product(range(m_blocks), range(heads), range(batch)))
+        for items in zip(*by_rank, strict=True):  # a team is in one head, or in neighbouring ones at the same rows
+            assert len({(m // 2 if team == ROWS else m, h // 2 if team == HEADS else h, b) for m, h, b in items}) == 1
         if band:  # long ones first in each section of heads, and no head in two of them
             for at in range(0, total, section * m_blocks):
-                part = done[at:at + section * m_blocks]
+                part = by_rank[0][at:at + section * m_blocks]
                 assert [m for m, _, _ in part] == sorted((m for m, _, _ in part), reverse=True)
+        if not v.counted:
+            clusters = blocks // v.blocks
+            taken: list[int] = []
+            for index in range(clusters):
+                while index < total:
+                    taken.append(index)
+                    index = kernel._following(index, clusters)
+            assert sorted(taken) == list(range(total))
 
 
 class Traced:

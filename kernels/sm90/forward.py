@@ -291,17 +291,19 @@ class ForwardKernel(Prepare):
 
         By the counter each item is followed by one draw, the last of a block too, so a launch draws `total` times whatever its
         grid: the counter, which starts again at 0 after `total` steps, ends as it began, and the next launch needs no other one.
-        Teams do without: one takes the items forwards and backwards in turn, so that all have as many long ones.
         """
         grid = cute.arch.grid_dim()[0] // self.v.blocks
-        item = index + grid
+        item = self._following(index, grid)
         if const_expr(self.v.counted):
             if cute.arch.lane_idx() == 0:
                 item = grid + cute.arch.inline_ptx("atom.global.inc.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
                                                    read_only_args=[tickets.iterator, total - 1])
-        elif const_expr(self.v.rising):
-            item = 2 * grid * (index // grid + 1) - 1 - index
         return item
+
+    def _following(self, index, grid):
+        """The next item in a fixed order: every round of as many as there are clusters, where long ones come first the rounds
+        forwards and backwards in turn, so that all have as many long ones."""
+        return 2 * grid * (index // grid + 1) - 1 - index if self.v.rising else index + grid
 
     @cute.jit
     def _tell(self, item, shared, slot, phase):

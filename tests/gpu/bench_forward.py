@@ -2,8 +2,9 @@
 
     python tests/gpu/bench_forward.py [--out FILE] [--dims 64,128,256] [--lengths 1024,4096,16384] [--peers cudnn,fa3]
 
-16k tokens and a hidden size of 2048 in all; random data; medians.  Providers take turns, each round from another one on, and
-each is timed after `WARM` milliseconds of its own: the chip is at its limit of power, and what one draws, the next one feels.
+16k tokens and a hidden size of 2048 in all; random data; medians.  The chip is at its limit of power, and what one provider draws,
+the next one feels: they take turns in orders in which each follows each other one equally often, and each is timed after `WARM`
+milliseconds of its own.
 """
 from __future__ import annotations
 
@@ -52,14 +53,21 @@ def peers() -> dict[str, Any]:
     return found
 
 
+def orders(n: int) -> list[list[int]]:
+    """Orders of n providers in which each has each other one right before it equally often (a Williams design)."""
+    first = [0, *(x for i in range(1, n // 2 + 1) for x in (i, n - i))][:n]
+    square = [[(x + i) % n for x in first] for i in range(n)]
+    return square if n % 2 == 0 else square + [row[::-1] for row in square]
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=None)
     p.add_argument("--dims", default="64,128,256")
     p.add_argument("--lengths", default="1024,4096,16384")
-    p.add_argument("--peers", default="cudnn,sdpa_fa2,fa3,fa4_cute", help="which to run beside it, of those that import")
+    p.add_argument("--peers", default="cudnn,fa3,fa4_cute", help="which to run beside it, of those that import")
     p.add_argument("--rep", type=int, default=30, help="milliseconds of a turn")
-    p.add_argument("--rounds", type=int, default=4, help="turns of each provider")
+    p.add_argument("--rounds", type=int, default=1, help="times that all orders of them are gone through")
     args = p.parse_args()
     others = {n: f for n, f in peers().items() if n in args.peers.split(",")} if args.peers else {}
     rows: list[dict[str, Any]] = []
@@ -79,15 +87,17 @@ def main() -> None:
                 line = f"{work:28s}"
                 calls = {n: partial(f, q, k, v, causal) for n, f in {"fa_inductor": ours, **others}.items()}
                 times: dict[str, list[float]] = {n: [] for n in calls}
-                for turn in range(args.rounds):
-                    order = list(calls.items())
-                    for name, call in order[turn % len(order):] + order[:turn % len(order)]:
-                        try:
-                            times[name].append(do_bench(call, warmup=WARM, rep=args.rep, return_mode="median"))
-                        except Exception as e:
-                            rows.append({"work": work, "provider": name, "error": repr(e)[:200]})
-                            line += f" {name} {type(e).__name__} {str(e)[:80]}"
-                            del calls[name]
+                for name, call in list(calls.items()):
+                    try:
+                        call()
+                    except Exception as e:
+                        rows.append({"work": work, "provider": name, "error": repr(e)[:200]})
+                        line += f" {name} {type(e).__name__} {str(e)[:80]}"
+                        del calls[name]
+                names = list(calls)
+                for order in orders(len(names)) * args.rounds:
+                    for name in (names[i] for i in order):
+                        times[name].append(do_bench(calls[name], warmup=WARM, rep=args.rep, return_mode="median"))
                 for name in calls:
                     ms = statistics.median(times[name])
                     tf = 4 * b * heads * s * s * d / (2 if causal else 1) / ms / 1e9
@@ -98,7 +108,7 @@ def main() -> None:
         import cutlass
 
         args.out.write_text(json.dumps({
-            "what": "forward, bf16, TFLOP/s, medians of turns", "rounds": args.rounds, "date": datetime.date.today().isoformat(),
+            "what": "forward, bf16, TFLOP/s, medians of turns; each provider follows each other one equally often", "rounds": args.rounds, "date": datetime.date.today().isoformat(),
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
             "nvidia-cutlass-dsl": cutlass.__version__, "rows": rows}, indent=1) + "\n")
 
