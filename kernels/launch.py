@@ -55,7 +55,7 @@ def counter(device: torch.device) -> torch.Tensor:
     found = _counters.get(index)
     if found is None:
         found = torch.zeros(1, dtype=torch.int32, device=device)
-        if type(found) is torch.Tensor:  # no mode made something else of it
+        if type(found) is torch.Tensor and not found.is_meta:  # no mode made something else of it
             found = _counters.setdefault(index, found)
     return found
 

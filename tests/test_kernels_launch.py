@@ -288,7 +288,8 @@ def test_a_counter_of_another_kind_of_tensor_is_not_held(spy: Spy, monkeypatch: 
     monkeypatch.setattr(launch, "_counters", {})
     with FakeTensorMode():
         assert isinstance(launch.counter(torch.device("cpu")), FakeTensor)
-    assert type(launch.counter(torch.device("cpu"))) is Tensor
+    launch.counter(torch.device("meta"))
+    assert type(launch.counter(torch.device("cpu"))) is Tensor and not launch.counter(torch.device("cpu")).is_meta
 
 
 def test_results_of_the_caller_are_no_model_for_later_calls(spy: Spy) -> None:
