@@ -30,6 +30,8 @@ def _heads(q: Tensor, k: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float, allowed: Tensor, bias: Tensor | None = None) -> Tensor:
     _need(scale > 0, f"scale {scale}: maximum before scaling")
+    highest = torch.finfo(torch.float32).max * math.log(2)
+    _need(bias is None or not ((bias.abs() > highest) & bias.isfinite()).any(), "a bias that overflows in units of base 2")
     s = q.transpose(1, 2).float() @ _heads(q, k).transpose(2, 3) * scale
     return (s if bias is None else s + bias.float()).masked_fill(~allowed, -math.inf)
 

@@ -2,7 +2,9 @@
 
 Where a bias of -1e9 lies on all keys of a row (a mask by an added number, of a batch entry that has no token), the lse
 is -1e9 + log Sk, which float32 rounds to -1e9: a backward that computes ``p = exp(s - lse)`` finds 1 for every weight
-and not 1/Sk.  A constant on the whole row changes no weight, so the lse is taken of scores without it.
+and not 1/Sk.  A constant on the whole row changes no weight, so the lse is taken of scores without it.  A number so large that
+float64 does not see the scores beside it either, as the lowest one of a dtype, does change the weights: all keys that have
+it weigh the same.
 """
 from __future__ import annotations
 
@@ -16,6 +18,10 @@ from .additive import grads_of_bias
 
 LARGE = 1e4
 """Half a unit in the last place of a float32 of this size, 5e-4, is the relative error of a weight from it."""
+EQUAL = 2.0**58
+"""From here on an added number leaves nothing of a score in float64 (for scores below 16), let alone in float32."""
+HIGHEST = 1e30
+"""What a number beyond it is taken for: PyTorch's operators multiply scores by log2(e), and float32 ends at 3.4e38."""
 
 
 def possible(record: Attention) -> bool:
@@ -35,7 +41,15 @@ def narrow(x: Tensor) -> Tensor:
     return x
 
 
-def row_shift(bias: Tensor) -> Tensor:
-    """The largest bias of each row where that is a large number, else 0; [..., 1] for a ``bias`` of [..., Sk]."""
+def bounded(bias: Tensor) -> Tensor:
+    """``bias`` with finite numbers no farther from 0 than `HIGHEST`."""
+    return torch.where(bias.isinf(), bias, bias.clamp(-HIGHEST, HIGHEST))
+
+
+def row_shift(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(largest bias of each row where that is a large number, else 0; how many keys weigh the same because of it, else 0);
+    [..., 1] for a ``bias`` of [..., Sk]."""
     top = bias.amax(-1, keepdim=True)
-    return torch.where(is_large(top), top, 0.0)
+    large = is_large(top)
+    equal = large & (top.abs() >= EQUAL)
+    return torch.where(large, top, 0.0), torch.where(equal, (bias == top).sum(-1, keepdim=True), 0)

@@ -20,7 +20,7 @@ from fa_inductor.kernels.record import Attention, Band, KeyPadding
 from fa_inductor.ops import layout
 from fa_inductor.reasons import Code, Reason
 
-from . import empty_rows
+from . import absorbed, empty_rows
 from .additive import additive_mask, additive_part, grads_of_bias
 from .heads import pad_last, positive_scale, repeat_heads, unit_stride
 from .masks import band_of, empty_rows_of, without_bands
@@ -184,6 +184,8 @@ class EfficientPlan:
         for rows in row_blocks(b * h, sq, align(sk), self.dtype.itemsize, BIAS_BYTES):
             scope = Scope(self.shape, rows, self.captures, self.ints, self.device)
             bias, dead = additive_mask(self.record, scope, self.dtype)
+            if bias is not None and absorbed.possible(self.record) and self.dtype != torch.float16:
+                bias = absorbed.bounded(bias)
             yield EfficientBlock(rows, sk, self.aligned(bias, rows[1] - rows[0], sk), dead, 0)
 
 

@@ -73,21 +73,28 @@ def _flash(
 
 
 def _without_shift(
-    plan: EfficientPlan, block: EfficientBlock, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor
-) -> tuple[EfficientBlock, Tensor, Tensor]:
-    """The block without the large number that all scores of a row have in them, and what its forward gives then.
+    plan: EfficientPlan, block: EfficientBlock, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor,
+) -> tuple[EfficientBlock, Tensor, Tensor, Tensor]:
+    """The block without the large number that all scores of a row have in them, what its forward gives then, and a factor for
+    dout.
 
     Nothing is read back from the device, so the forward runs once more whether or not there is such a row (`absorbed`).
+    Where n keys weigh the same, the number stays: exp(s - number) is 1 for them, and all gradients of the row are linear in
+    dout, which is divided by n.
     """
     assert block.bias is not None
     bias = absorbed.narrow(block.bias)
-    shift = absorbed.row_shift(bias)
+    shift, equal = absorbed.row_shift(bias)
+    top = shift.squeeze(-1)
+    shift = torch.where(equal > 0, 0.0, shift)
     free = replace(block, bias=plan.aligned(bias - shift, block.rows[1] - block.rows[0], block.keys))
     again, again_lse = efficient_call(free, q, k, v, scale, out.shape[3])
-    shift = shift.squeeze(-1)
-    lost = absorbed.is_large(lse) & (shift != 0)
-    return (free, torch.where(lost.unsqueeze(-1), again.to(out.dtype), out),
-            torch.where(lost, again_lse, lse - shift))
+    shift, equal = shift.squeeze(-1), equal.squeeze(-1)
+    large = absorbed.is_large(lse)
+    lost, same = large & (shift != 0), large & (equal > 0)
+    lse = torch.where(same, top, torch.where(lost, again_lse, lse - shift))
+    return (free, torch.where(lost.unsqueeze(-1), again.to(out.dtype), out), lse,
+            torch.where(same, 1 / equal.clamp(min=1), 1.0).unsqueeze(-1).to(plan.dtype))
 
 
 def _efficient(
@@ -109,12 +116,14 @@ def _efficient(
     dqs = []
     for block in plan.blocks():
         rows, n = slice(*block.rows), block.rows[1] - block.rows[0]
-        q_rows, o_rows, part_lse = to_kernel(qk[:, :, rows], width), out[:, :, rows].to(plan.dtype), lse[..., rows]
+        q_rows, part_lse = to_kernel(qk[:, :, rows], width), lse[..., rows]
+        o_rows, do_rows = out[:, :, rows].to(plan.dtype), dout[:, :, rows].to(plan.dtype)
         if block.bias is not None and absorbed.possible(record):
-            block, o_rows, part_lse = _without_shift(plan, block, q_rows, kk, vk, scale, o_rows, part_lse)
+            block, o_rows, part_lse, factor_rows = _without_shift(plan, block, q_rows, kk, vk, scale, o_rows, part_lse)
+            do_rows = do_rows * factor_rows
         part_lse = torch.nn.functional.pad(part_lse, (0, -n % LSE_ALIGN), value=math.inf).contiguous()
         dq, dk, dv, db = _efficient_backward(
-            to_kernel(dout[:, :, rows].to(plan.dtype), width_v), q_rows,
+            to_kernel(do_rows, width_v), q_rows,
             kk[:, : block.keys], vk[:, : block.keys], block.bias,
             # out alone is read as contiguous [B, S, H, Dv], whatever its strides say
             to_kernel(o_rows, width_v).contiguous(),
