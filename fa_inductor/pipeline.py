@@ -17,11 +17,11 @@ from .reasons import Code, Reason, Refusal
 from .recognise.axes import size_hint, spelled_alike
 from .recognise.backward import Backward, Joint, find_backward, leftovers, region_of
 from .recognise.block import Block, build_block, sizes
-from .recognise.direction import backward_nodes
+from .recognise.direction import backward_nodes, functional_backward
 from .recognise.equal_sizes import equal_sizes
 from .recognise.nodes import val
 from .recognise.program import Program, Reader
-from .recognise.sdpa import build_sdpa_block, find_sdpa, find_sdpa_backward
+from .recognise.sdpa import backward_calls, build_sdpa_block, find_sdpa, find_sdpa_backward
 from .recognise.softmax import Softmax, find_softmaxes
 from .recognise.source import source_of
 from .report import Block as BlockReport
@@ -60,6 +60,11 @@ class _Pass:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.backward = backward_nodes(graph)
+        self._softmaxes = list(find_softmaxes(graph, self.backward))
+        self._operators = list(find_sdpa(graph, self.backward))
+        if not self.backward:
+            self.backward = functional_backward(
+                graph, [s.out for s in self._softmaxes], {n: backward_calls(n) for n in self._operators})
         self.position = {n: i for i, n in enumerate(graph.nodes)}
         self.accepted = 0
         self._outputs: set[Node] = set()
@@ -75,8 +80,8 @@ class _Pass:
 
     def anchors(self) -> Iterator[Softmax | Node]:
         found: list[tuple[int, Softmax | Node]] = [
-            (self.position[s.out], s) for s in find_softmaxes(self.graph, self.backward)]
-        found += [(self.position[n], n) for n in find_sdpa(self.graph, self.backward)]
+            (self.position[s.out], s) for s in self._softmaxes if s.out not in self.backward]
+        found += [(self.position[n], n) for n in self._operators]
         yield from (a for _, a in sorted(found, key=lambda x: x[0]))
 
     def prover(self, block: Block) -> tuple[Evaluator, Materialiser]:

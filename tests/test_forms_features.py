@@ -42,14 +42,64 @@ def test_two_checkpointed_layers():
     check(model, args(S), train=True, dynamic=False, expect=2)
 
 
-def test_functional_gradient():
-    def gradient(q, k, v):
-        return torch.func.grad(lambda *a: attend(*a).square().sum(), argnums=(0, 1, 2))(q, k, v)
+def causal_loss(q, k, v):
+    hidden = ~torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return ((qk(q, k) * 0.3).masked_fill(hidden, float("-inf")).softmax(-1) @ v).square().mean()
 
-    compiled = Compiled(gradient)
+
+def of_an_operator(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).cos().sum()
+
+
+def twice(q, k, v):
+    return attend(attend(q, k, k), k, v).cos().sum()
+
+
+def pulled_back(q, k, v):
+    out, pull = torch.func.vjp(attend, q, k, v)
+    return out, *pull(out * 0.3 + 1)
+
+
+ALL = (0, 1, 2)
+
+
+@pytest.mark.parametrize("blocks, gradient", [
+    (1, torch.func.grad(lambda *a: attend(*a).square().sum(), argnums=ALL)),
+    (1, lambda q, k, v: torch.func.grad(lambda x: attend(x, k, v).square().sum())(q)),
+    (1, lambda q, k, v: torch.func.grad(lambda x: attend(q, x, v).square().sum())(k)),
+    (1, torch.func.grad_and_value(causal_loss, argnums=ALL)),
+    (1, torch.func.grad_and_value(of_an_operator, argnums=ALL)),
+    (2, torch.func.grad(twice, argnums=ALL)),
+    (1, pulled_back),
+], ids=["all", "q", "k", "causal", "sdpa", "twice", "vjp"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functional_gradient(gradient, blocks, dynamic):
+    compiled, given = Compiled(lambda *a: gradient(*a)), inputs()
+    for x in given if dynamic else ():
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 2)
     with compiling():
-        compare(gradient, compiled.fn, inputs(), train=False)
-        assert fa_inductor.report().found == 1
+        compare(lambda *a: gradient(*a), compiled.fn, given, train=False)
+        check_report(blocks)
+    assert sum(t.startswith("fa_inductor.attention_backward") for t in compiled.targets()) == blocks
+
+
+@pytest.mark.parametrize("code, function", [
+    # weights that meet another tensor and are summed, but in no derivative
+    (Code.WEIGHTS_USED, lambda q, k, v: ((p := (qk(q, k) * 0.3).softmax(-1)) @ v, (p * qk(q, k)).sum(-1, keepdim=True))),
+    (Code.WEIGHTS_USED, lambda q, k, v: ((p := (qk(q, k) * 0.3).softmax(-1)) @ v,
+                                         (n := p * qk(q, k)) - 2 * p * n.sum(-1, keepdim=True))),
+    # the derivative by itself is of no other attention than the one that is there
+    (Code.BACKWARD, lambda q, k, v: ((p := (qk(q, k) * 0.3).softmax(-1)) @ v,
+                                     (n := p * qk(q, k)) - p * n.sum(-1, keepdim=True))),
+    (Code.BACKWARD, lambda q, k, v: torch.func.grad(lambda x: torch.func.grad(
+        lambda y: attend(y, k, v).square().sum())(x).square().sum())(q)),
+], ids=["sum", "twice the sum", "no product", "second"])
+def test_what_looks_like_a_functional_gradient(code, function):
+    compiled = Compiled(lambda *a: function(*a))
+    with compiling():
+        compare(lambda *a: function(*a), compiled.fn, inputs(), train=False)
+        check_report(code)
 
 
 def test_vmap():
@@ -57,17 +107,6 @@ def test_vmap():
         return torch.func.vmap(attend)(q, k, v)
 
     check(mapped, args(X), train=False, dynamic=False, expect=1)
-
-
-def test_second_derivative_is_that_of_eager_code_or_an_error():
-    """A gradient of a gradient inside one graph sees both written out; nothing may be half rewritten."""
-    def penalty(q, k, v):
-        return torch.func.grad(lambda a: torch.func.grad(
-            lambda x: attend(x, k, v).square().sum())(a).square().sum())(q)
-
-    compiled = Compiled(penalty)
-    with compiling():
-        compare(penalty, compiled.fn, inputs(), train=False)
 
 
 def test_double_backward_through_a_compiled_function_raises_as_without_us():

@@ -52,6 +52,11 @@ def find_sdpa(graph: Graph, backward: set[Node]) -> Iterator[Node]:
             yield n
 
 
+def backward_calls(node: Node) -> list[Node]:
+    """Calls of the operator's own backward."""
+    return list(dict.fromkeys(u for r in node.users for u in r.users if target(u) is _FORMS[target(node)].backward))
+
+
 def build_sdpa_block(node: Node) -> Block:
     """The block of one SDPA operator.
 
