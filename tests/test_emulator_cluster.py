@@ -55,6 +55,26 @@ def test_a_missing_cluster_barrier_is_seen() -> None:
     assert e.value.kind == "race" and "CTA" in str(e.value)
 
 
+def test_shared_memory_of_a_block_that_has_ended() -> None:
+    with pytest.raises(Fault) as e:
+        for seed in range(8):
+            launch(kernel("setp.eq.u32 z, r, 0; @z ret; mov.u32 u, 0; " + WRITE_PEER), ctas=2, seed=seed)
+    assert e.value.kind == "ended" and "CTA 0" in str(e.value)
+
+
+def test_initialised_mbarriers_are_seen_behind_a_fence_and_a_relaxed_arrival() -> None:
+    """Nothing else is (PTX ISA, fence.mbarrier_init)."""
+    start = "setp.eq.u32 z, t, 0; @!z bra NEXT; mbarrier.init.shared.b64 [m], 1; fence.mbarrier_init.release.cluster; NEXT: "
+    use = ("xor.b32 n, r, 1; mapa.shared::cluster.u32 s, m, n; @!z bra SENT; mbarrier.arrive.shared::cluster.b64 _, [s]; SENT: "
+           "WAIT: mbarrier.try_wait.parity.shared.b64 y, [m], 0; @!y bra WAIT; mov.u32 u, 7; bar.warp.sync -1;")
+    both = CLUSTER_BARRIER.replace("release", "relaxed")
+    for seed in range(4):
+        assert (launch(kernel(start + both + use + CLUSTER_BARRIER), seed=seed) == 7).all()
+    with pytest.raises(Fault) as e:
+        launch(kernel(start.replace("fence.mbarrier_init.release.cluster;", "") + both + use + CLUSTER_BARRIER))
+    assert e.value.kind == "race"
+
+
 def test_ranks() -> None:
     got = launch(kernel("mov.u32 u, %cluster_nctarank; mad.lo.u32 u, r, 10, u; mov.u32 v, %clusterid.x; mad.lo.u32 u, v, 1000, u;"))
     assert got[:, 0].tolist() == [2, 12, 1002, 1012]

@@ -137,7 +137,13 @@ class Cta:
             return self, address
         if rank > len(self.cluster.ctas):
             raise Fault("bounds", f"shared::cluster address {address:#x} of CTA rank {rank - 1}")
-        return self.cluster.ctas[rank - 1], address & ((1 << RANK_SHIFT) - 1)
+        return self.cluster.ctas[rank - 1].there(), address & ((1 << RANK_SHIFT) - 1)
+
+    def there(self) -> Cta:
+        """Itself, whose shared memory somebody wants: it must not have ended."""
+        if not any(w.paths for w in self.warps):
+            raise Fault("ended", f"shared memory of {self.name}, which has ended")
+        return self
 
     def space(self, address: int) -> str:
         """State space of a generic address."""

@@ -22,6 +22,9 @@ LEFT_OUT = Case("mutants tiles left out", rows=384, keys=384, hi=0, heads=(2, 2)
 MANY = Case("mutants many tiles", rows=64, keys=1400, seed=116)
 PLAIN_AGAIN = Case("mutants persistent d64", rows=64, keys=300, heads=(2, 2), sms=1, seed=114)
 
+TEAM = Case("mutants team", rows=512, keys=500, dims=(128, 128), sms=2, seed=118)
+TEAM_AGAIN = Case("mutants team again", rows=250, keys=500, dims=(128, 128), heads=(3, 3), sms=2, seed=119)
+
 COPY_LATE = r"^race: write to shared memory .* not ordered after its read by products"
 """A tile is loaded over the one that a product still reads."""
 READ_EARLY = r"^race: read of shared memory .* not ordered after its write by bulk copies.*wgmma"
@@ -148,7 +151,24 @@ def order() -> list[Mutant]:
         _words(t)[2], "{ .reg .b32 off; " + re.sub(r"\{(%r\d+), (%r\d+),(.*)\};", r"{\1, off,\3};", t.lines[_words(t)[2]]).replace(
             "st.shared", "add.s32 off, " + re.findall(r"%r\d+", t.lines[_words(t)[2]])[2] + ", 1; st.shared", 1) + " }"))
     add("items one block apart instead of the grid", ITEMS, "^race: write to argument",
-        lambda t: t.sub(r"add\.s32(\s+%r\d+, %r\d+), %r\d+;", r"add.s32\1, 1;", at="item = index + grid"))
+        lambda t: t.sub(r"mov\.u32(\s+%r\d+), %nctaid\.x;", r"mov.b32\1, 1;"))
+    # Teams: two blocks of a cluster that load K and V for both.
+    add("team: no cluster barrier before the first use of its mbarriers", TEAM, "^(barrier: .* where no mbarrier was initialised|race: )",
+        lambda t: (t.drop(r"barrier\.cluster\.arrive\.relaxed;"), t.drop(r"barrier\.cluster\.wait;", 0, of=2)), fast=True)
+    add("team: a block ends while the other arrives at its mbarriers", TEAM, "^ended: ",
+        lambda t: (t.drop(r"barrier\.cluster\.arrive;"), t.drop(r"barrier\.cluster\.wait;", 1, of=2)))
+    add("team: stages released to the own block only", TEAM, "^race: write to shared memory", lambda t: t.sub(
+        r"sub\.s32 (%r\d+), there, (%r\d+);", r"mov.b32 \1, 0;"), fast=True)
+    add("team: stages counted as if one block used them", TEAM, COPY_LATE, lambda t: t.sub(
+        r"mov\.b32(\s+%r\d+), 16;", r"mov.b32\1, 8;", at="mbarrier_init(shared.v_full"))
+    add("team: K copied to one block only", TEAM, "^deadlock: |^uninitialised: |^race: ", lambda t: t.sub_all(
+        r"mov\.b16(\s+%rs\d+), 3;", r"mov.b16\1, 1;", "mcast_mask", of=12))
+    add("team: both blocks load the same half of K", TEAM, "^race: |^uninitialised: |^deadlock: ", lambda t: t.sub(
+        r"and\.b32(\s+%r\d+), %r\d+, 1;", r"mov.b32\1, 0;", 0, "if self._rank() == i:", of=3))
+    add("team: both blocks take the same rows", TEAM, "^race: write to argument", lambda t: [t.sub(
+        r"and\.b32(\s+%r\d+), %r\d+, 1;", r"mov.b32\1, 0;", 0, "return cute.arch.block_idx()[0] % 2", of=n) for n in (3, 2)])
+    add("team: every second item of a block left out", TEAM_AGAIN, "^wrong answer: |^uninitialised: ", lambda t: t.sub(
+        r"shr\.u32(\s+%r\d+), (%r\d+), 1;", r"mov.b32\1, \2;", 0, "with cute.arch.elect_one():"))
     # What follows needs the mask warp: the barriers of Q, K and V order the other warps' words too.
     add("item read by the mask warp before it is announced", PADDED_ITEMS, r"^(race: read|uninitialised: read) .*words.i.",
         lambda t: t.no_wait(t.wait("item_full", 1, 4)))

@@ -10,6 +10,8 @@ from .mutate import Edit, Mutant, Stale, Text
 RISING = Case("mutants rising maxima", rows=64, keys=401, data="large", seed=108)
 RISING_HALF = Case("mutants rising maxima float16", rows=64, keys=401, data="large", seed=108, dtype="float16")
 """P of 2^16 above the reference is no float16."""
+RISING_APART = Case("mutants maxima that rise apart", rows=64, keys=401, data="large", seed=203)
+"""In a warp some lower row's rises where no upper one's does, and the other way round."""
 BIAS = Case("mutants bias", rows=64, keys=130, bias="hqk", heads=(2, 1), bias_dtype="float32", seed=106)
 BANDED = Case("mutants window", rows=150, keys=150, lo=-20, hi=3, dtype="float16", seed=107)
 NAN = Case("mutants nan scores", rows=64, keys=90, bias="hqk", bias_dtype="float32", nan_scores=True, seed=115)
@@ -85,7 +87,11 @@ def values() -> list[Mutant]:
     add("rescale of the sum with the factor of the other row", RISING, WRONG, _other_factor_of_sum)
     add("factors taken the wrong way round", RISING, "^wrong answer: ", _factors_inverted)
     add("never rescaled", RISING, "^wrong answer: ", lambda t: (_o_kept(t), _sum_kept(t)))
-    add("lower row of O rescaled where the maximum of the upper one rose", RISING, WRONG, _one_row_asked, fast=True)
+    for row, which in (("lower", 2), ("upper", 3)):
+        add(f"O rescaled where the maximum of the {row} row rose only", RISING_APART, WRONG, lambda t, which=which: _one_row_asked(t, which),
+            fast=True)
+    add("O rescaled where every row of the warp rose", RISING, WRONG, lambda t: t.sub(
+        r"vote\.sync\.any", "vote.sync.all", at="vote_any_sync(rose0 | rose1)"))
     add("reference of the first tile kept for all", RISING, WRONG, lambda t: _lazy(t, 0x7F800000))
     add("reference kept where its maximum rose by up to 24", RISING_HALF, WRONG, lambda t: _lazy(t, 0x41C00000), fast=True)
     add("reference of the lower row decided by the upper one", RISING, WRONG, _reference_asked_of_other)
@@ -95,7 +101,7 @@ def values() -> list[Mutant]:
         r"shfl\.sync\.bfly\.b32(.*), 1, 31", r"shfl.sync.bfly.b32\1, 4, 31", "shuffle_sync_bfly(top, 1)", of=4))
     add("sum over half a row", PLAIN, WRONG, lambda t: t.sub(
         r"shfl\.sync\.bfly\.b32(.*), 2, 31", r"shfl.sync.bfly.b32\1, 4, 31", 0, "shuffle_sync_bfly(total, 2)", of=2), fast=True)
-    add("natural exponent", PLAIN, WRONG, lambda t: t.sub(r"0f3FB8AA3B", "0f3F800000", 1, of=2))
+    add("natural exponent", PLAIN, WRONG, lambda t: t.sub(r"0f3FB8AA3B", "0f3F800000", 2, of=3))
     add("exponential left out", PLAIN, WRONG, lambda t: t.sub(
         r"ex2\.approx\.ftz\.f32", "mov.b32", 100, "s[i] = cute.math.exp2(x", of=128))
     add("NaN score dropped by the exponentials", NAN, "^wrong answer: non-finite", _nan_dropped, fast=True)
@@ -170,7 +176,7 @@ def _register(t: Text, i: int, which: int = 0) -> str:
 
 def _scalings(t: Text) -> list[int]:
     """What multiplies O in the loop, the upper row's half first."""
-    return t.each(r"setp\.ne\.s32 p, %r\d+, 0; mov\.f32 .*@p mul\.f32", 32)
+    return t.each(r"mul\.f32\s+(%r\d+), \1, %r\d+;", 32, "o[e] = o[e] * factor")
 
 
 def _carried(t: Text) -> list[int]:
@@ -180,7 +186,7 @@ def _carried(t: Text) -> list[int]:
 
 def _o_kept(t: Text) -> None:
     for i in _scalings(t):
-        t.put(i, r"@p mul\.f32 .*; \}", "}")
+        t.put(i, r"mul\.f32(\s+%r\d+), (%r\d+), %r\d+;", r"mov.b32\1, \2;")
 
 
 def _sum_kept(t: Text) -> None:
@@ -191,7 +197,7 @@ def _sum_kept(t: Text) -> None:
 def _other_factor(t: Text) -> None:
     upper, lower = (_register(t, i) for i in _factors(t))
     for n, i in enumerate(_scalings(t)):
-        t.put(i, r"(@p mul\.f32 %r\d+, %r\d+), %r\d+;", rf"\1, {lower if n < 16 else upper};")
+        t.put(i, r"(mul\.f32\s+%r\d+, %r\d+), %r\d+;", rf"\1, {lower if n < 16 else upper};")
 
 
 def _other_factor_of_sum(t: Text) -> None:
@@ -212,15 +218,9 @@ def _factors_inverted(t: Text) -> None:
         t.put(i, r"(%r\d+), (%r\d+);", r"\2, \1;")
 
 
-def _asked(t: Text, nth: int) -> int:
-    """Line that turns into a number whether O of a row is rescaled."""
-    i = _scalings(t)[16 * nth]
-    return t.back(i, rf"selp\.b32\s+{re.findall(r'p, (%r[0-9]+), 0;', t.lines[i])[0]}, 1, 0, %p\d+;")
-
-
-def _one_row_asked(t: Text) -> None:
-    upper, lower = _asked(t, 0), _asked(t, 1)
-    t.put(lower, r"%p\d+;", t.lines[upper].split(", ")[-1])
+def _one_row_asked(t: Text, which: int) -> None:
+    """Whether O is rescaled goes by one row of each thread."""
+    t.sub(r"or\.pred(\s+%p\d+), (%p\d+), (%p\d+);", rf"or.pred\1, \{which}, \{which};", at="vote_any_sync(rose0 | rose1)")
 
 
 def _reference_asked_of_other(t: Text) -> None:

@@ -128,7 +128,7 @@ def _load(form: Form, rank: int, many: bool, hint: bool) -> Run:
 
 
 def _peer(cta: Cta, offset: int) -> MBarrier:
-    b = cta.barriers.get(offset)
+    b = cta.there().barriers.get(offset)
     if b is None:
         raise Fault("barrier", f"a multicast copy completes on {offset:#x} of {cta.name}, where no mbarrier was initialised")
     return b
