@@ -16,7 +16,7 @@ import torch
 from . import ahead, cache, launch, one_row
 from .expr import MARGIN, READS, SCORE, Expr
 from .record import Attention, Band, Chunk, Dense, Documents, KeyPadding, Predicate, SInt, Sym
-from .sm90.variant import HEADS, MAX_CAPTURES, MAX_INTS, ROWS, Capture, Forward, padded
+from .sm90.variant import ALONE, HEADS, MAX_CAPTURES, MAX_INTS, ROWS, Capture, Forward, padded
 
 DSL = "nvidia-cutlass-dsl"
 DSL_VERSIONS = ((4, 8), (5, 0))
@@ -270,6 +270,16 @@ def _kernel(variant: Forward) -> Any:
     return fn
 
 
+def _at_hand(variant: Forward) -> Forward:
+    """The variant, or the one that does the same with or without a team of row blocks where only that one is compiled: another
+    length is no new compile."""
+    if variant.team != HEADS and variant not in _compiled:
+        other = replace(variant, team=ALONE if variant.team else ROWS)
+        if other in _compiled:
+            return other
+    return variant
+
+
 def variants() -> list[Forward]:
     """Specialisations that are cross-compiled in CI: every tile, every feature, both dtypes."""
     found = [Forward("bfloat16", d, dv, empty="nan") for d, dv in
@@ -504,6 +514,7 @@ def _run(
     chosen = plan.launches.get(size)
     if chosen is None:
         variant, shares = launched(variant, batch, heads, rows, record.group, keys, _sm_count(device.index))
+        variant = _at_hand(variant)
         section, blocks = schedule(variant, batch, heads, record.group, rows, keys, device.index)
         if shares > 1:
             section, blocks = shares, blocks * shares

@@ -18,7 +18,7 @@ from torch import Tensor
 from fa_inductor.kernels import api, launch
 from fa_inductor.kernels.expr import SCORE, Expr, load
 from fa_inductor.kernels.record import Attention, Band, Dense, Documents, KeyPadding, Sym
-from fa_inductor.kernels.sm90.variant import Forward
+from fa_inductor.kernels.sm90.variant import ALONE, HEADS, ROWS, Forward
 
 PLAIN = Attention(4, 4, 64, 64, "bfloat16", 0.125)
 BIASED = PLAIN.with_(score=Expr("add", (SCORE, load(0))))
@@ -333,3 +333,24 @@ def test_a_subclass_is_not_taken_for_a_tensor(spy: Spy) -> None:
     anew(spy, PLAIN, given)
     assert launch.describe(*given) is not None
     assert api._plans[id(PLAIN)].memo.call(given[0].as_subclass(Mine), *given[1:]) is None
+
+
+@pytest.mark.parametrize("lengths", [(256, 384, 129), (384, 256, 129)])
+def test_another_length_is_no_new_kernel(spy: Spy, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An even number of row blocks would be one with teams, an odd one without: whichever is compiled serves both."""
+    monkeypatch.setattr(api, "_compiled", {})
+    wide = PLAIN.with_(head_dim=128, head_dim_v=128)
+    for length in lengths:
+        q, k, v = (tensor(length, dim=128) for _ in range(3))
+        api.attention(q, k, v, wide)
+        api._compiled[spy.calls[-1][0]] = None
+    first, *others = (variant for variant, _ in spy.calls)
+    assert first.team == (ROWS if lengths[0] == 256 else ALONE) and all(v == first for v in others)
+
+
+def test_teams_of_heads_whatever_the_length(spy: Spy) -> None:
+    for mask_ in ((), CAUSAL.mask):
+        for length in (128, 300, 1000):
+            q, k, v = tensor(length, dim=128), tensor(length, dim=128, heads=2), tensor(length, dim=128, heads=2)
+            api.attention(q, k, v, PLAIN.with_(head_dim=128, head_dim_v=128, kv_heads=2, mask=mask_))
+    assert {v.team for v, _ in spy.calls if not v.split} == {HEADS}
