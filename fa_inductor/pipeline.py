@@ -105,9 +105,16 @@ class _Pass:
         plan = _Plan(node, "softmax" if isinstance(anchor, Softmax) else "sdpa", source_of(node))
         try:
             if isinstance(anchor, Softmax):
-                plan.block = build_block(anchor, self.backward)
+                try:
+                    plan.block = build_block(anchor, self.backward)
+                except Refusal as r:
+                    if anchor.altered and r.reason.code is Code.WEIGHTS_USED:  # by what alters it
+                        raise Refusal(Code.NOT_ATTENTION, anchor.altered) from r
+                    raise
                 if plan.block is None:
                     return None
+                if anchor.altered:
+                    raise Refusal(Code.NOT_ATTENTION, anchor.altered)
                 if plan.block.chain is not None and plan.block.chain.path.product in self._outputs:
                     raise Refusal(Code.NO_QK, "their product is the output of another block")
                 self._pair(plan.block, plan)

@@ -343,3 +343,40 @@ def first_weight_zeroed_in_place(q, k, v):
     p = weights(q, k)
     p[..., 0] = 0.0
     return p @ v
+
+
+# -- what is no softmax, but nearly ------------------------------------------------------------------------------------
+
+def exponentials(q, k):
+    scores = qk(q, k) * 0.3
+    return (scores - scores.amax(-1, keepdim=True)).exp()
+
+
+@form(Code.NOT_ATTENTION, X, modes=BOTH)
+def something_added_to_the_sum(q, k, v):
+    e = exponentials(q, k)
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+@form(Code.NOT_ATTENTION, X, modes=BOTH)
+def softmax_of_a_quiet_head(q, k, v):
+    e = exponentials(q, k)
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
+@form(Code.NOT_ATTENTION, X)
+def sum_clamped(q, k, v):
+    e = exponentials(q, k)
+    return (e / e.sum(-1, keepdim=True).clamp(min=2.0)) @ v
+
+
+@form(Code.NOT_ATTENTION, X, modes=BOTH)
+def divided_by_the_sum_behind_the_product(q, k, v):
+    e = exponentials(q, k)
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@form(Code.NOT_ATTENTION, X)
+def divided_by_the_sum_of_other_exponentials(q, k, v):
+    e = exponentials(q, k)
+    return (e / torch.maximum(e.sum(-1, keepdim=True), e.amax(-1, keepdim=True) * 3)) @ v

@@ -27,6 +27,8 @@ class Softmax:
     shifted: bool
     lse: LogSumExp | None = None
     """That of ``x``, where ``out`` is ``exp(x - logsumexp(x))``."""
+    altered: str = ""
+    """What it does to the sum of the exponentials before it divides by it: a softmax it is not, but one looks for it."""
 
 
 def _exp_of(e: Node) -> tuple[Node, int | None, list[Node]] | None:
@@ -49,6 +51,9 @@ def _chain(node: Node, stop: Node) -> list[Node]:
     return out
 
 
+_ALTERED = (aten.add.Tensor, aten.clamp_min.default, aten.clamp.default, aten.maximum.default)
+
+
 def match_softmax(node: Node) -> Softmax | None:
     """The softmax that ends at this node, if one does."""
     t = target(node)
@@ -68,17 +73,33 @@ def match_softmax(node: Node) -> Softmax | None:
         s = through(den.args[0], COPIES | {aten.expand.default})
     else:
         return None
+    altered = ""
+    if isinstance(e, Node) and target(s) in _ALTERED:
+        altered = f"the sum of the exponentials goes through {s.name}"
+        s = next((i for i in s.all_input_nodes if target(i) is aten.sum.dim_IntList and same(i.args[0], e)), None)
     if not isinstance(e, Node) or target(s) is not aten.sum.dim_IntList:
         return None
     if not same(s.args[0], e):
-        return None
+        return _late_form(e, s)
     d = kept_dim(s)
     e0 = through(e, COPIES)
     found = _exp_of(e0) if e0 is not None else None
     if d is None or found is None or found[1] not in (d, None):
         return None
-    members = (*found[2], *_chain(den, s), s, *_chain(e, e0), node)
-    return Softmax(found[0], node, d, tuple(dict.fromkeys(members)), found[1] is not None)
+    members = (*found[2], *(() if altered else _chain(den, s)), s, *_chain(e, e0), node)
+    return Softmax(found[0], node, d, tuple(dict.fromkeys(members)), found[1] is not None, altered=altered)
+
+
+def _late_form(numerator: Node, s: Node) -> Softmax | None:
+    """(exp(x) @ v) / sum(exp(x)), to say why it is left alone."""
+    product = through(numerator, VIEWS)
+    e = through(s.args[0], COPIES)
+    found, d = (None if e is None else _exp_of(e)), kept_dim(s)
+    if product is None or found is None or d is None or target(product) not in (aten.bmm.default, aten.mm.default):
+        return None
+    if not any(isinstance(a, Node) and through(a, VIEWS) is e for a in product.args):
+        return None
+    return Softmax(found[0], e, d, (*found[2], s), found[1] is not None, altered="it divides by the sum behind the product with V")
 
 
 def _log_form(node: Node) -> Softmax | None:
