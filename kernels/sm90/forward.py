@@ -12,9 +12,6 @@ Roles (warpgroup 0 gives its registers to the others):
     mask      warp 1, only with key padding: key bits to shared memory, zeroes V rows of padded keys
     consumer  warpgroups 1..n: S = Q K^T, softmax, O += P V with P in registers, epilogue
 
-Where blocks share K and V (`Forward.team`), they are the two of a cluster, of neighbouring row blocks or of two heads of a
-group: each copies one half of a tile into both, and both tell both when they are through with it.
-
 Key tiles are visited from the last to the first.  A tile that no row of the block can see is never loaded (mask tensors
 and documents: `prepare.list_tiles`); only a tile that some row sees in part runs masking code.
 
