@@ -224,7 +224,8 @@ def expected(
         if first < last:
             q, captures = one_row.pack(record, q, captures, keys, first, last)
             record, keys = packed, last - first
-    return launched(variant_of(record, captures), *q.shape[:3], record.group, keys, sms)[0]
+    batch, heads, rows, _ = q.shape
+    return launched(variant_of(record, captures), batch, heads, rows, record.group, keys, sms)[0]
 
 
 def launched(
