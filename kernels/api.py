@@ -236,10 +236,11 @@ def launched(
     if shares > 1:
         return replace(variant, split=True), shares
     m_blocks = -(-rows // variant.tile.rows)
-    if variant.may_team and group % 2 == 0:
-        return replace(variant, team=HEADS), 1
-    if variant.may_team and not variant.uneven and (m_blocks % 2 == 0 or m_blocks >= _TEAM):
-        return replace(variant, team=ROWS), 1
+    if variant.may_team and variant.dim != _SPILLS:
+        if group % 2 == 0:
+            return replace(variant, team=HEADS), 1
+        if not variant.uneven and (m_blocks % 2 == 0 or m_blocks >= _TEAM):
+            return replace(variant, team=ROWS), 1
     return variant, 1
 
 
@@ -302,7 +303,7 @@ def variants() -> list[Forward]:
             Forward("bfloat16", d, dv, band_hi=True, padding=True, empty="mean"),
         ]
     found += [Forward("bfloat16", d, d, split=True, empty="nan") for d in (64, 128, 256)]
-    found += [replace(v, team=team) for v in found if v.may_team for team in ((HEADS,) if v.uneven else (ROWS, HEADS))]
+    found += [replace(v, team=team) for v in found if v.may_team and v.dim != _SPILLS for team in ((HEADS,) if v.uneven else (ROWS, HEADS))]
     found += [
         Forward("bfloat16", 128, 128, padding=True, split=True, empty="zero"),
         Forward("bfloat16", 128, 128, positive_scale=False, empty="nan"),
@@ -652,6 +653,8 @@ def _narrow(x: int) -> int:
     return int(x)
 
 
+_SPILLS = 224
+"""Head dim at which a team's kernel has no registers left."""
 _TEAM = 48
 """Row blocks from which on a team of two pays though one of its blocks idles at the end where they are odd."""
 

@@ -86,13 +86,13 @@ def exp_and_sum_of_two_dims(q, k, v):
     return (e / e.sum(-2, keepdim=True)) @ v
 
 
-@form(None, S)
+@form(Code.NOT_ATTENTION, S)
 def softmax_plus_one(q, k, v):
     e = (qk(q, k) * 0.3).exp()
     return (e / (e.sum(-1, keepdim=True) + 1.0)) @ v
 
 
-@form(None, S)
+@form(Code.NOT_ATTENTION, S)
 def softmax_with_epsilon(q, k, v):
     e = (qk(q, k) * 0.3).exp()
     return (e / (e.sum(-1, keepdim=True) + 1e-3)) @ v

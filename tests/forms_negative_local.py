@@ -260,20 +260,20 @@ def sink_after_the_product_with_another_sign(q, k, v, sink):  # sigmoid(sink - L
     return (s.softmax(-1) @ v) * torch.sigmoid(sink.view(1, -1, 1, 1) - s.logsumexp(-1, keepdim=True))
 
 
-@form(None, X)
+@form(Code.NOT_ATTENTION, X)
 def softmax_plus_two(q, k, v):
     e = half(q, k).exp()
     return (e / (e.sum(-1, keepdim=True) + 2.0)) @ v
 
 
-@form(None, X)
+@form(Code.NOT_ATTENTION, X)
 def softmax_plus_one_after_the_maximum(q, k, v):  # the one is not shifted with the scores
     s = half(q, k)
     e = (s - s.amax(-1, keepdim=True)).exp()
     return (e / (e.sum(-1, keepdim=True) + 1.0)) @ v
 
 
-@form(None, X)
+@form(Code.NOT_ATTENTION, X)
 def softmax_plus_one_shifted_right(q, k, v):
     s = half(q, k)
     m = s.amax(-1, keepdim=True)

@@ -346,7 +346,7 @@ def masked_exponentials(q, k, v, keep):  # the mask is multiplied in after exp
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
-@form(None, X)
+@form(Code.NOT_ATTENTION, X)
 def denominator_clamped(q, k, v):
     e = half(q, k).exp()
     return (e / e.sum(-1, keepdim=True).clamp(min=1.0)) @ v

@@ -353,24 +353,6 @@ def exponentials(q, k):
 
 
 @form(Code.NOT_ATTENTION, X, modes=BOTH)
-def something_added_to_the_sum(q, k, v):
-    e = exponentials(q, k)
-    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
-
-
-@form(Code.NOT_ATTENTION, X, modes=BOTH)
-def softmax_of_a_quiet_head(q, k, v):
-    e = exponentials(q, k)
-    return (e / (1 + e.sum(-1, keepdim=True))) @ v
-
-
-@form(Code.NOT_ATTENTION, X)
-def sum_clamped(q, k, v):
-    e = exponentials(q, k)
-    return (e / e.sum(-1, keepdim=True).clamp(min=2.0)) @ v
-
-
-@form(Code.NOT_ATTENTION, X, modes=BOTH)
 def divided_by_the_sum_behind_the_product(q, k, v):
     e = exponentials(q, k)
     return (e @ v) / e.sum(-1, keepdim=True)

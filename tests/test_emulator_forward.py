@@ -34,7 +34,7 @@ def test_forward(name: str) -> None:
     assert stats.instructions["wgmma.fence.sync.aligned"] > 0
 
 
-@pytest.mark.parametrize("name", ["causal", "persistent causal", "causal one item", "persistent padding", "mask of tiles",
+@pytest.mark.parametrize("name", ["causal", "causal d128", "causal one item", "persistent padding", "mask of tiles",
                                   "split beyond", "split causal"])
 def test_launches_share_a_counter(name: str) -> None:
     """Each leaves the counter of work items as it found it, so that the next one draws the same items."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import compare as compare_module
-from emulator.all_programs import by_name, form_of, forms
+from emulator.all_programs import OF_CLUSTERS, by_name, form_of, forms
 from emulator.cases import CASES, CI, build
 from emulator.compare import GPU, beside_gpu, devices, kernel_sources, program_beside_gpu
 from emulator.digest import SAMPLE, compare, of_program, of_tensor, raw_of
@@ -53,8 +53,8 @@ def test_programs_equal_the_gpu() -> None:
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """Forms of the instructions in programs that a GPU has run."""
-    return forms(KEPT["programs"])
+    """Forms of the instructions in programs that a GPU has run, and those of clusters."""
+    return forms(KEPT["programs"]) | OF_CLUSTERS
 
 
 @pytest.mark.parametrize("name", KEPT["cases"])

@@ -31,6 +31,12 @@ def form_of(kind: str) -> str:
     return ".".join(w for w in words if w not in drop)
 
 
+OF_CLUSTERS = frozenset({
+    "barrier.cluster.arrive", "barrier.cluster.arrive.relaxed", "barrier.cluster.wait", "cvta.to.shared.u64", "mapa.shared.u32",
+    "cp.async.bulk.tensor.3d.shared.global.mbarrier::complete_tx::bytes.multicast::cluster"})
+"""Forms that a program, which is one block, does not have: a GPU has run them in forward cases only."""
+
+
 def forms(names: Iterable[str]) -> set[str]:
     """Of all instructions in these programs."""
     every = by_name()
