@@ -656,7 +656,7 @@ def _narrow(x: int) -> int:
 _SPILLS = 224
 """Head dim at which a team's kernel has no registers left."""
 _TEAM = 48
-"""Row blocks from which on a team of two pays though one of its blocks idles at the end where they are odd."""
+"""Row blocks from which on there are teams though one of two blocks idles at the end where they are odd; not tuned."""
 
 
 def schedule(

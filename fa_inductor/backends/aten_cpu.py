@@ -2,8 +2,8 @@
 
 The operator wants equal head counts and head dims, a last dimension of stride 1 (it reads wrong data otherwise and
 does not say so), and float masks of its own dtype (float32 too, for half inputs).  It gives 0 and lse 0 in a row
-without keys, and so it does where every score is NaN; NaN for a causal mask with a scale that is not positive.  Its ``is_causal`` is ``k <= q`` also for
-Sq != Sk, and may be combined with a mask.
+without keys, and where every score of a row is NaN; NaN for a causal mask with a scale that is not positive.  Its
+``is_causal`` is ``k <= q`` also for Sq != Sk, and may be combined with a mask.
 """
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _without_shift(
     lost, same = large & (shift != 0), large & (equal > 0)
     lse = torch.where(same, top, torch.where(lost, again_lse, lse - shift))
     return (free, torch.where(lost.unsqueeze(-1), again.to(out.dtype), out), lse,
-            torch.where(same, 1 / equal.clamp(min=1), 1.0).unsqueeze(-1).to(plan.dtype))
+            torch.where(same, 1 / equal.clamp(min=1), 1.0).unsqueeze(-1))
 
 
 def _efficient(
@@ -120,7 +120,7 @@ def _efficient(
         o_rows, do_rows = out[:, :, rows].to(plan.dtype), dout[:, :, rows].to(plan.dtype)
         if block.bias is not None and absorbed.possible(record):
             block, o_rows, part_lse, factor_rows = _without_shift(plan, block, q_rows, kk, vk, scale, o_rows, part_lse)
-            do_rows = do_rows * factor_rows
+            do_rows = (do_rows * factor_rows).to(plan.dtype)
         part_lse = torch.nn.functional.pad(part_lse, (0, -n % LSE_ALIGN), value=math.inf).contiguous()
         dq, dk, dv, db = _efficient_backward(
             to_kernel(do_rows, width_v), q_rows,

@@ -142,18 +142,17 @@ def find_sdpa_backward(block: Block, joint: Joint) -> Backward | None:
     """
     node = block.anchor
     form = _FORMS[node.target]
-    calls: list[Node] = []
     for result in node.users:
         if result.target is not operator.getitem:
             raise Refusal(Code.WEIGHTS_USED)
         for user in result.users:
             if target(user) is form.backward:
-                calls.append(user)
-            elif result.args[1] != 0 and user.op != "output":
+                continue
+            if result.args[1] != 0 and user.op != "output":
                 raise Refusal(Code.GRAD_LSE, f"by {user.name}")
-            elif result.args[1] != 0:
+            if result.args[1] != 0:
                 raise Refusal(Code.GRAD_LSE, "it is returned")
-    calls = list(dict.fromkeys(calls))
+    calls = backward_calls(node)
     if not calls:
         return None
     if len(calls) > 1:
